@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from hfshard.distributed.layout import (
@@ -16,15 +17,23 @@ from hfshard.distributed.layout import (
     Coordinate,
     Interval,
     MeshLayout,
+    Placement,
     box_elements,
     box_shape,
     clip_box,
     held_box,
     local_slices,
     mesh_layout_of,
+    single_run,
 )
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.state_dict import PartOfTensor, is_dtensor, local_tensor, reject_sharded_tensors
+from hfshard.tensors.state_dict import (
+    PartitionedParameter,
+    PartOfTensor,
+    is_dtensor,
+    local_tensor,
+    reject_sharded_tensors,
+)
 from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
@@ -36,7 +45,8 @@ class SpreadTensor(PartOfTensor):
     """A tensor to store, of which this rank has a part, a copy, or nothing.
 
     It may be a rectangle of the tensor that the ranks have, such as one expert in a parameter of all experts. Then its
-    bytes are those of the rectangle, and its shape may lack dimensions in which the rectangle has one element.
+    bytes are those of the rectangle, and its shape may lack dimensions in which the rectangle has one element. It may
+    also be an interval of a flat tensor of one dimension, whose ranks have intervals that end anywhere in a row.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +62,8 @@ class SpreadTensor(PartOfTensor):
     """This rank's position in the mesh; None: it has no part."""
     local: torch.Tensor
     """This rank's part of the source, on its device; it shares the model's memory."""
+    is_own: bool = False
+    """True if `local` has only what is stored, in memory of its own; see `with_part`."""
 
     @classmethod
     def of(cls, tensor: DTensor, name: str) -> Self:
@@ -79,14 +91,58 @@ class SpreadTensor(PartOfTensor):
         spread._check(name)
         return spread
 
+    @classmethod
+    def of_flat(
+        cls, local: torch.Tensor, name: str, shape: Sequence[int], mesh: MeshLayout, flat: Interval | None = None
+    ) -> Self:
+        """Describe a tensor of which each rank has an interval of the row-major elements.
+
+        Several tensors may lie one after another in a flat one that is spread as a whole; then each of them is
+        described from the same local part.
+
+        Args:
+            local: This rank's part of the flat tensor, of one dimension, without elements beyond that tensor's end.
+            name: For errors.
+            shape: Of the tensor.
+            mesh: The spread of the flat tensor: `Placement(0)` cuts it as `torch.chunk` does.
+            flat: The tensor's first element in the flat one, and the number of elements of the flat one; None: the
+                flat one is this tensor alone.
+
+        Raises:
+            UnstorableTensorError: This rank's part has another size than the spread says, or cannot be stored.
+
+        Example:
+            >>> halves = MeshLayout((2,), (0, 1), (Placement(0),))
+            >>> SpreadTensor.of_flat(torch.arange(8.0), "weight", (3, 5), halves).runs().lengths  # on rank 0
+            array([32])
+        """
+        first, elements = flat or (0, prod(shape))
+        coordinate = dict(mesh.coordinates()).get(dist.get_rank())
+        whole = cls((elements,), local.dtype, mesh, (elements,), None, coordinate, local)
+        whole._check(name)
+        window = None if flat is None else ((first, first + prod(shape)),)
+        return replace(whole, shape=tuple(shape), window=window)
+
     def view(self, window: Sequence[Interval], shape: tuple[int, ...]) -> Self:
         """Return a rectangle of the source, to be stored under a name of its own.
 
         Args:
-            window: One interval per dimension of the source.
+            window: One interval per dimension of the source; of a flat source, per dimension of this tensor.
             shape: Of what is stored: the rectangle's, with or without dimensions of one element.
+
+        Raises:
+            UnstorableTensorError: The source is flat, and the rectangle is not one interval of it.
         """
-        return type(self)(shape, self.dtype, self.mesh, self.source_shape, tuple(window), self.coordinate, self.local)
+        if self.source_shape == self.shape:
+            return replace(self, shape=shape, window=tuple(window))
+        run = single_run(self.shape, tuple((interval,) for interval in window))
+        if run is None:
+            raise UnstorableTensorError(
+                f"Cannot store columns {list(window)} of a tensor of shape {list(self.shape)} by themselves: each rank "
+                "has an interval of its elements. Save with save_original_format=False."
+            )
+        first = self.window[0][0] if self.window else 0
+        return replace(self, shape=shape, window=((first + run[0], first + run[1]),))
 
     @property
     def stored_box(self) -> Box:
@@ -106,16 +162,32 @@ class SpreadTensor(PartOfTensor):
             return (1,)
         return window_sizes(self.source_shape, self.window)
 
+    def numel(self) -> int:
+        """Return the number of elements of what is stored."""
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return self.dtype.itemsize
+
     def runs(self) -> Runs:
         """Compute the positions of this rank's bytes among those that are stored."""
         return Runs.of_box(self.stored_sizes, self.dtype.itemsize, self.stored_box)
 
     def part(self) -> torch.Tensor:
         """Return this rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
-        if self.window is None or self.coordinate is None or not self.local.numel():
+        if self.is_own or self.window is None or self.coordinate is None or not self.local.numel():
             return self.local
         box = held_box(self.source_shape, self.mesh, self.coordinate)
         return self.local[local_slices(box, self.window)]
+
+    def with_part(self, part: torch.Tensor) -> Self:
+        """Return the same part of the tensor in other memory.
+
+        Args:
+            part: Of the shape of what `part` returns.
+        """
+        return replace(self, dtype=part.dtype, local=part, is_own=True)
 
     def _check(self, name: str) -> None:
         """Reject a local tensor that cannot be stored, or is not what the placements say."""
@@ -140,7 +212,7 @@ def window_sizes(source_shape: tuple[int, ...], window: Sequence[Interval] | Non
 
 
 def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with a `SpreadTensor` for each DTensor; the other values stay.
+    """Return a copy with a `SpreadTensor` for each DTensor and `PartitionedParameter`; the other values stay.
 
     Args:
         tensors: Not changed.
@@ -149,7 +221,25 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
         UnstorableTensorError: One cannot be stored. No other rank was contacted.
     """
     reject_sharded_tensors(tensors)
-    return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
+    return {name: _spread(value, name) for name, value in tensors.items()}
+
+
+def _spread(value: Any, name: str) -> Any:
+    if isinstance(value, PartitionedParameter):
+        return partition_of(value, value.local, name)
+    return SpreadTensor.of(value, name) if is_dtensor(value) else value
+
+
+def partition_of(parameter: PartitionedParameter, part: torch.Tensor, name: str) -> SpreadTensor:
+    """Describe a tensor that is cut as a parameter is: the parameter itself, or the optimizer's for it.
+
+    Args:
+        parameter: Of DeepSpeed.
+        part: This rank's interval.
+        name: For errors.
+    """
+    mesh = MeshLayout((len(parameter.ranks),), parameter.ranks, (Placement(0),))
+    return SpreadTensor.of_flat(part, name, parameter.shape, mesh)
 
 
 # A box's bytes in the full tensor: contiguous runs, found for a range of bytes at a time.

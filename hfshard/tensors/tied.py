@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfshard.tensors.parameter_names import without_wrappers, wrapped_prefixes
-from hfshard.tensors.state_dict import is_dtensor, local_tensor
+from hfshard.tensors.state_dict import PartOfTensor, is_dtensor, local_tensor
 from hfshard.tensors.stored_tensor import check_initialized, is_torch_tensor_type
 
 Place = tuple[nn.Module, str]
@@ -22,8 +22,9 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (except
     the strides of dimensions of size 1). Other views of one storage, disjoint or overlapping, are separate tensors.
-    Empty tensors are never tied. Meta tensors and DTensors have no address: those of one storage are compared by their
-    offsets in it, so that ranks agree about DTensors, of which one rank may have an empty part.
+    Empty tensors are never tied. Names of one `PartOfTensor` are tied. Meta tensors and DTensors have no address: those
+    of one storage are compared by their offsets in it, so that ranks agree about DTensors, of which one rank may have
+    an empty part.
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. Values that are not tensors are never tied.
@@ -54,7 +55,7 @@ def _sharing_an_address(state_dict: Mapping[str, Any]) -> list[str]:
     first: dict[int | tuple[int, int], str] = {}
     shared: set[str] = set()
     for name, tensor in state_dict.items():
-        if isinstance(tensor, Tensor) and has_memory(tensor):
+        if isinstance(tensor, PartOfTensor) or (isinstance(tensor, Tensor) and has_memory(tensor)):
             other = first.setdefault(_address(tensor), name)
             if other is not name:
                 shared.update((other, name))
@@ -66,7 +67,9 @@ def has_memory(tensor: Tensor) -> bool:
     return not (tensor.is_nested or tensor.layout != torch.strided) and tensor.numel() > 0
 
 
-def _address(tensor: Tensor) -> int | tuple[int, int]:
+def _address(tensor: Tensor | PartOfTensor) -> int | tuple[int, int]:
+    if isinstance(tensor, PartOfTensor):
+        return id(tensor), 0
     if is_torch_tensor_type(tensor) and not tensor.is_meta:
         return tensor.data_ptr()
     if is_dtensor(tensor):
@@ -78,7 +81,9 @@ def _storage_and_offset(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # a storage's only identity without an address
 
 
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
+def _identity(tensor: Tensor | PartOfTensor) -> tuple[Any, ...]:
+    if isinstance(tensor, PartOfTensor):
+        return (_address(tensor),)
     return (
         tensor.device,
         _address(tensor),
@@ -193,10 +198,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Group the tensors whose memory ranges overlap. DTensors are left out."""
+    """Group the tensors whose memory ranges overlap. Parts of tensors are left out."""
     by_storage: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if is_dtensor(tensor):  # its address is 0, or an offset if this rank's part is a view
+        if isinstance(tensor, PartOfTensor) or is_dtensor(tensor):  # its address is 0, or an offset within its storage
             continue
         if has_memory(tensor) and not tensor.is_meta and tensor.data_ptr():
             by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor

@@ -1,0 +1,94 @@
+"""Tensors of which each rank has an interval of the elements: saved as by one process, and read back into the parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.distributed.layout import MeshLayout, Placement
+from hfshard.distributed.read_parts import read_parts
+from hfshard.distributed.spread_tensor import SpreadTensor
+from hfshard.errors import UnstorableTensorError
+from tests.distributed.gloo import check_ranks
+from tests.distributed.test_save_on_ranks_state_dicts import contents
+
+RANKS = 4
+EVEN = MeshLayout((4,), (0, 1, 2, 3), (Placement(0),))
+REPLICATED = MeshLayout((2, 2), (0, 1, 2, 3), (Placement(None), Placement(0)))
+SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 5), "one": (1,), "cube": (2, 3, 7), "vector": (9,)}
+FLAT_SIZE = 70
+"""Elements of a flat tensor of all of them, with three of padding."""
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def own_interval(rank: int, mesh: MeshLayout, flat: torch.Tensor) -> torch.Tensor:
+    """Cut a flat tensor as the mesh says, and copy this rank's part."""
+    parts = mesh.shape[-1]
+    return [*flat.chunk(parts), *[flat[:0]] * parts][rank % parts].clone()
+
+
+def parts_of(rank: int, whole: dict[str, torch.Tensor]) -> dict[str, SpreadTensor]:
+    """Each tensor cut alone, in two ways; and all of them cut as one flat tensor."""
+    found = {}
+    for prefix, mesh in (("even.", EVEN), ("replicated.", REPLICATED)):
+        for name, tensor in whole.items():
+            own = own_interval(rank, mesh, tensor.flatten())
+            found[prefix + name] = SpreadTensor.of_flat(own, name, tensor.shape, mesh)
+    together = torch.cat([*(tensor.flatten() for tensor in whole.values()), torch.full((3,), torch.nan)])
+    own = own_interval(rank, REPLICATED, together)
+    first = 0
+    for name, tensor in whole.items():
+        flat = first, FLAT_SIZE
+        found[f"flat.{name}"] = SpreadTensor.of_flat(own, name, tensor.shape, REPLICATED, flat)
+        first += tensor.numel()
+    return found
+
+
+def expected_state() -> dict[str, torch.Tensor]:
+    whole = whole_state()
+    found = {f"{prefix}.{name}": whole[name].clone() for prefix in ("even", "replicated", "flat") for name in whole}
+    return found | {"tied": found["even.cube"], "flat.rows": whole["cube"][1, 1:].clone()}
+
+
+def save_and_read(rank: int, place: Path) -> None:
+    parts = parts_of(rank, whole_state())
+    rows = parts["flat.cube"].view(((1, 2), (1, 3), (0, 7)), (2, 7))
+    with pytest.raises(UnstorableTensorError, match=r"Cannot store columns \[\(0, 2\), \(0, 3\), \(1, 7\)\]"):
+        parts["flat.cube"].view(((0, 2), (0, 3), (1, 7)), (2, 3, 6))
+
+    hfshard.save_state_dict(
+        {**parts, "tied": parts["even.cube"], "flat.rows": rows},  # type: ignore[dict-item]
+        place / "ranks",
+        max_shard_size=300,
+    )
+
+    assert contents(place / "ranks") == contents(place / "alone")
+    empty = parts_of(rank, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    with open_checkpoint(str(place / "alone")) as checkpoint:
+        read_parts(checkpoint, empty.items())
+    for name, part in parts.items():
+        assert empty[name].part().equal(part.part()), name
+
+
+def test_intervals_are_saved_and_read(tmp_path: Path) -> None:
+    hfshard.save_state_dict(expected_state(), tmp_path / "alone", max_shard_size=300)
+
+    check_ranks(tmp_path / "gloo", RANKS, save_and_read, tmp_path)
+
+
+def describe_wrongly(rank: int) -> None:
+    with pytest.raises(UnstorableTensorError, match=r"a part of shape \[3\], but its placements say \[2\]") as caught:
+        SpreadTensor.of_flat(torch.zeros(3), "weight", (2, 2), MeshLayout((2,), (0, 1), (Placement(0),)))
+    assert caught.value.fqn == "weight"
+
+
+def test_a_part_of_another_size_is_refused(tmp_path: Path) -> None:
+    check_ranks(tmp_path, 2, describe_wrongly)
