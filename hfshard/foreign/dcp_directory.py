@@ -13,9 +13,8 @@ import io
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice, product
 from math import prod
 from typing import Any, Final
 
@@ -30,8 +29,17 @@ from hfshard.errors import (
     InvalidArgumentError,
     UnsafePathError,
 )
-from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
-from hfshard.foreign.dcp_items import Chunk, FoundChunk, ItemLayout, damaged_dcp, open_items, reject_other_names
+from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, StoredRecord, joined_tensor
+from hfshard.foreign.dcp_items import NEEDED_BY, Chunk, ItemLayout, damaged_dcp, open_items
+from hfshard.foreign.described_values import (
+    MALFORMED,
+    parse_count,
+    parse_shape,
+    parse_state,
+    parse_text,
+    pattern_of,
+    reject_other_names,
+)
 from hfshard.format.file_names import is_safe_file_name
 from hfshard.pickles.described_file import meaning
 from hfshard.pickles.pickle_file import OTHER_KEY, WEIGHTS_KEY
@@ -43,16 +51,13 @@ METADATA: Final = ".metadata"
 _MOST_METADATA_BYTES: Final = 1 << 30
 """Limit of that file: a chunk takes about 150 bytes in it."""
 
-_MOST_PIECES: Final = 1 << 20
-"""Limit of all runs besides the first one of each chunk: about 150 MB. A transposed matrix has one per column."""
-
 _CLASSES: Final = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO: Final = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _PROPERTIES: Final = (
     f"{_CLASSES}TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",  # before torch 2.3
 )
-_ADMITTED: Final = frozenset(
+_ADMITTED: Final = pattern_of(
     (
         *(f"{_CLASSES}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
         *(f"{_CLASSES}{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
@@ -103,63 +108,29 @@ def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
         for chunk in tensor.chunks:
             by_file[chunk.file].append((name, chunk))
     runs: dict[str, list[ByteRun]] = {name: [] for name in chosen}
+    of_chunks = ChunkRuns(directory)
     records: list[StoredRecord] = []
     sizes: dict[str, int] = {}
     layouts: dict[bytes, ItemLayout] = {}
-    left = _MOST_PIECES
     for file, chunks in sorted(by_file.items()):
         with open_items(directory, file, layouts) as items:
             sizes[file] = items.size
             for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
                 tensor = chosen[name]
                 found = items.find(names[name], chunk, tensor.dtype)
-                pieces = list(islice(_runs_of(file, found, tensor, chunk), left + 2))
-                left -= len(pieces) - 1
-                if left < 0:
-                    raise InvalidArgumentError(
-                        f"'{os.path.join(directory, file)}' has tensor '{names[name]}' in too many pieces: more than "
-                        f"{_MOST_PIECES:,}. Nothing was loaded. Save it contiguous(), or cut in its first dimension.",
-                        path=directory,
-                        fqn=name,
-                    )
-                runs[name] += pieces
+                runs[name] += of_chunks.find(
+                    names[name], file, found.offset, tensor.dtype, tensor.shape, chunk.offsets, chunk.sizes, found.order
+                )
                 if found.crc32:
                     nbytes = tensor.dtype.itemsize * prod(chunk.sizes)
                     records.append(StoredRecord(file, found.offset, nbytes, found.crc32))
     return ForeignTable(
         directory=directory,
         framework=f"torch DCP ({count_of(len(sizes), 'file')})",
-        tensors={name: _foreign_tensor(tensor, runs[name]) for name, tensor in chosen.items()},
+        tensors={name: joined_tensor(tensor.dtype, tensor.shape, runs[name]) for name, tensor in chosen.items()},
         sizes=sizes,
         records=tuple(records),
     )
-
-
-def _foreign_tensor(tensor: _Tensor, runs: Iterable[ByteRun]) -> ForeignTensor:
-    return ForeignTensor(tensor.dtype, tensor.shape, tuple(sorted(runs, key=lambda run: run.start)))
-
-
-def _runs_of(file: str, found: FoundChunk, tensor: _Tensor, chunk: Chunk) -> Iterator[ByteRun]:
-    """Yield the runs of a chunk.
-
-    Of its dimensions, in the order in which the item has them, the innermost ones make the bytes of a row while the
-    tensor has them in one piece, too. Those around them make rows as long as their distances are equal. There is a run
-    for each index of the others.
-    """
-    steps = [tensor.dtype.itemsize] * len(tensor.shape)
-    for at in reversed(range(len(steps) - 1)):
-        steps[at] = steps[at + 1] * tensor.shape[at + 1]
-    start = sum(begin * step for begin, step in zip(chunk.offsets, steps, strict=True))
-    outer = [(chunk.sizes[at], steps[at]) for at in found.order if chunk.sizes[at] > 1]
-    row_bytes = tensor.dtype.itemsize
-    while outer and outer[-1][1] == row_bytes:
-        row_bytes *= outer.pop()[0]
-    rows, stride = outer.pop() if outer else (1, 0)
-    while outer and outer[-1][1] == rows * stride:
-        rows *= outer.pop()[0]
-    for number, index in enumerate(product(*(range(size) for size, _ in outer))):
-        at = start + sum(one * step for one, (_, step) in zip(index, outer, strict=True))
-        yield ByteRun(file, found.offset + number * rows * row_bytes, row_bytes, at, rows, stride)
 
 
 # `.metadata`: the tensors, their chunks, and the keys under which they were saved.
@@ -180,19 +151,19 @@ def _read_metadata(directory: str) -> _Described:
         if size > _MOST_METADATA_BYTES:
             raise damaged_dcp(path, f"it has {size:,} bytes, and at most {_MOST_METADATA_BYTES:,} are read")
         described = describe_pickle(io.BytesIO(file.read(size)), path)
-    reject_other_names(described.names, _ADMITTED, path)
+    reject_other_names(described.names, _ADMITTED, path, NEEDED_BY)
     try:
-        state = _state_of(described.value, f"{_CLASSES}Metadata")
+        state = parse_state(described.value, f"{_CLASSES}Metadata")
         places = _places_of(state["storage_data"], directory)
         tensors = {}
         for fqn, one in _items_of(state["state_dict_metadata"]):
             if one.name != f"{_CLASSES}BytesStorageMetadata":
-                tensors[_text(fqn)] = _described_tensor(_text(fqn), one, places)
-        paths = {_text(fqn): tuple(map(str, keys)) for fqn, keys in _items_of(state.get("planner_data") or {})}
+                tensors[parse_text(fqn)] = _described_tensor(parse_text(fqn), one, places)
+        paths = {parse_text(fqn): tuple(map(str, keys)) for fqn, keys in _items_of(state.get("planner_data") or {})}
         known = [fqn for fqn, _ in _items_of(state["state_dict_metadata"])]
     except HfshardError:
         raise
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise damaged_dcp(path, f"it does not describe a checkpoint as torch does ({error!r:.200})") from error
     return _Described(tensors, {fqn: paths.get(fqn) or (fqn,) for fqn in known})
 
@@ -201,8 +172,8 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
     """Return (joined name, offsets of a chunk) -> (file, begin, length) of its item."""
     places = {}
     for index, info in _items_of(value):
-        of_item = _state_of(info, _STORAGE_INFO)
-        of_chunk = _state_of(index, f"{_CLASSES}MetadataIndex")
+        of_item = parse_state(info, _STORAGE_INFO)
+        of_chunk = parse_state(index, f"{_CLASSES}MetadataIndex")
         if transforms := of_item.get("transform_descriptors"):
             raise InvalidArgumentError(
                 f"'{directory}' was saved with transforms ({shorten_list(list(map(str, transforms)), 3)}), so that its "
@@ -210,8 +181,8 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
                 path=directory,
             )
         offset = of_chunk.get("offset")
-        at = None if offset is None else _size(offset)
-        found = _text(of_item["relative_path"]), _number(of_item["offset"]), _number(of_item["length"])
+        at = None if offset is None else parse_shape(offset)
+        found = parse_text(of_item["relative_path"]), parse_count(of_item["offset"]), parse_count(of_item["length"])
         if not is_safe_file_name(found[0]):
             raise UnsafePathError(
                 f"'{os.path.join(directory, METADATA)}' names the file {found[0]!r:.200}, which is outside of its "
@@ -219,25 +190,25 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
                 path=directory,
                 actual=found[0],
             )
-        places[_text(of_chunk["fqn"]), at] = found
+        places[parse_text(of_chunk["fqn"]), at] = found
     return places
 
 
 def _described_tensor(
     fqn: str, described: DescribedObject, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 ) -> _Tensor:
-    state = _state_of(described, f"{_CLASSES}TensorStorageMetadata")
+    state = parse_state(described, f"{_CLASSES}TensorStorageMetadata")
     properties = state["properties"]
     if properties.name not in _PROPERTIES:
         raise TypeError(properties.name)
     dtype = meaning(properties.state[0])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"'{fqn}' has no dtype")
-    shape = _size(state["size"])
+    shape = parse_shape(state["size"])
     chunks = []
     for one in state["chunks"]:
-        of_chunk = _state_of(one, f"{_CLASSES}ChunkStorageMetadata")
-        offsets, sizes = _size(of_chunk["offsets"]), _size(of_chunk["sizes"])
+        of_chunk = parse_state(one, f"{_CLASSES}ChunkStorageMetadata")
+        offsets, sizes = parse_shape(of_chunk["offsets"]), parse_shape(of_chunk["sizes"])
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a chunk of '{fqn}' has other dimensions")
         if any(begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)):
@@ -250,38 +221,12 @@ def _described_tensor(
     return _Tensor(dtype, shape, tuple(chunks))
 
 
-def _state_of(value: Any, name: str) -> dict[str, Any]:
-    """Return the attributes of an object of a class."""
-    if not isinstance(value, DescribedObject) or value.name != name or not isinstance(value.state, dict):
-        raise TypeError(f"no {name.rpartition('.')[2]}")
-    return value.state
-
-
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """Return the items of a dict, or of an OrderedDict that was described."""
     if isinstance(value, DescribedObject) and value.name == "collections.OrderedDict":
         return value.pairs
     items: Iterable[tuple[Any, Any]] = value.items()
     return items
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    numbers = value.arguments[0] if isinstance(value, DescribedObject) and value.name == "torch.Size" else value
-    if not isinstance(numbers, tuple):
-        raise TypeError("no torch.Size")
-    return tuple(map(_number, numbers))
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError("a number of bytes or elements that is none")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a name that is not text")
-    return value
 
 
 # Selection of the weights among everything that was saved.

@@ -14,12 +14,14 @@ from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_directory import METADATA, read_dcp_directory
 from hfshard.foreign.deepspeed import find_tag, read_deepspeed
 from hfshard.foreign.foreign_shard import ForeignShard
+from hfshard.foreign.rank_files import find_rank_files, read_rank_files
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
 
 _OF_RUNS: Final = re.compile(
     r"latest(_universal)?|zero_to_(fp32|torch)\.py|trainer_state\.json|(random_states|rng_state)(_\d+)?\..*"
+    r"|(optim|extra_state)_world_size_.*|fsdp_config\.json"
 )
 """Files that are of no use without the states of the ranks: they don't go along with the weights."""
 
@@ -111,13 +113,26 @@ def _find_deepspeed(directory: str) -> str | None:
 
 
 def _read_deepspeed(directory: str, _entry: str, key: str | None) -> ForeignTable:
-    if key is not None:
-        raise InvalidArgumentError(
-            f"'{directory}' was saved by DeepSpeed, and has no key={key!r:.200}: all of it is one model. Leave it out.",
-            path=directory,
-        )
+    _reject_key(directory, "DeepSpeed", key)
     return read_deepspeed(directory)
 
 
-_FRAMEWORKS: Final = (_Framework(_find_deepspeed, _read_deepspeed), _Framework(_find_dcp, _read_dcp))
+def _reject_key(directory: str, program: str, key: str | None) -> None:
+    if key is not None:
+        raise InvalidArgumentError(
+            f"'{directory}' was saved by {program}, and has no key={key!r:.200}: all of it is one model. Leave it out.",
+            path=directory,
+        )
+
+
+def _read_rank_files(directory: str, entry: str, key: str | None) -> ForeignTable:
+    _reject_key(directory, "verl", key)
+    return read_rank_files(os.path.normpath(os.path.join(directory, entry)))
+
+
+_FRAMEWORKS: Final = (
+    _Framework(_find_deepspeed, _read_deepspeed),
+    _Framework(_find_dcp, _read_dcp),
+    _Framework(find_rank_files, _read_rank_files),
+)
 """The first one that finds weights reads them."""

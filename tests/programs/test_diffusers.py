@@ -190,6 +190,7 @@ def test_it_is_patched_when_it_is_imported_and_never_imported_by_hfshard(
     processes.run_fresh(
         ["-c", "\n".join([*lines, "assert hasattr(ModelMixin.save_pretrained, '_answers_for_hfshard')"])],
         env=child_environment,
+        timeout=500,  # two large imports
         check=True,
     )
 
@@ -208,7 +209,7 @@ def test_under_install_a_pipeline_goes_through_hfshard(tmp_path: Path) -> None:
         loaded = pipeline_class().from_pretrained(tmp_path)
 
     assert_ours(tmp_path / "text_encoder")
-    assert_checked(tmp_path / "unet", type(pipeline.unet), f"{NAME}-00001-of-00002.safetensors")
+    assert_checked(tmp_path / "unet", type(pipeline.unet), sorted((tmp_path / "unet").glob("*.safetensors"))[0].name)
     for each in (loaded, pipeline_class().from_pretrained(tmp_path)):
         assert_same(each.text_encoder, pipeline.text_encoder)
         assert_same(each.unet, pipeline.unet)
