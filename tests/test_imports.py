@@ -69,6 +69,7 @@ FOREIGN = {
     "tqdm": {"_util"},
     "transformers": {"models", "training"},
     "accelerate": {"training"},
+    "diffusers": {"models"},
     "psutil": {"models"},
     "jinja2": {"viewing"},
     "filelock": {"hub"},

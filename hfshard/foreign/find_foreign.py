@@ -18,6 +18,7 @@ from hfshard.foreign.dcp_run import read_dcp_run
 from hfshard.foreign.deepspeed import find_tag, read_deepspeed, read_deepspeed_run
 from hfshard.foreign.foreign_run import ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
+from hfshard.foreign.rank_files import find_rank_files, read_rank_files, read_rank_run
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
@@ -27,6 +28,7 @@ _FSDP_OPTIMIZER: Final = re.compile(r"optimizer_\d+")
 
 _OF_RUNS: Final = re.compile(
     r"latest(_universal)?|zero_to_(fp32|torch)\.py|trainer_state\.json|(random_states|rng_state)(_\d+)?\..*"
+    r"|(optim|extra_state)_world_size_.*|fsdp_config\.json"
 )
 """Files that are of no use without the states of the ranks: they don't go along with the weights."""
 
@@ -142,21 +144,13 @@ def _find_deepspeed(directory: str) -> str | None:
 
 
 def _read_deepspeed(directory: str, _entry: str, key: str | None) -> ForeignTable:
-    _reject_key(directory, key)
+    _reject_key(directory, "DeepSpeed", key)
     return read_deepspeed(directory)
 
 
 def _read_deepspeed_run(directory: str, _entry: str, keys: Mapping[str, str]) -> ForeignRun:
-    _reject_key(directory, next(iter(keys.values()), None))
+    _reject_key(directory, "DeepSpeed", *keys.values())
     return read_deepspeed_run(directory)
-
-
-def _reject_key(directory: str, key: str | None) -> None:
-    if key is not None:
-        raise InvalidArgumentError(
-            f"'{directory}' was saved by DeepSpeed, and has no key={key!r:.200}: all of it is one model. Leave it out.",
-            path=directory,
-        )
 
 
 def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> ForeignRun:
@@ -179,8 +173,29 @@ def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> Foreig
     )
 
 
+def _read_rank_files(directory: str, entry: str, key: str | None) -> ForeignTable:
+    _reject_key(directory, "verl", key)
+    return read_rank_files(os.path.normpath(os.path.join(directory, entry)))
+
+
+def _read_rank_run(directory: str, entry: str, keys: Mapping[str, str]) -> ForeignRun:
+    _reject_key(directory, "verl", *keys.values())
+    return read_rank_run(os.path.normpath(os.path.join(directory, entry)))
+
+
+def _reject_key(directory: str, program: str, *keys: str | None) -> None:
+    for key in keys:
+        if key is not None:
+            raise InvalidArgumentError(
+                f"'{directory}' was saved by {program}, and has no key={key!r:.200}: all of it is one model. Leave it "
+                "out.",
+                path=directory,
+            )
+
+
 _FRAMEWORKS: Final = (
     _Framework(_find_deepspeed, _read_deepspeed, _read_deepspeed_run),
     _Framework(_find_dcp, _read_dcp, _read_dcp_run),
+    _Framework(find_rank_files, _read_rank_files, _read_rank_run),
 )
 """The first one that finds weights reads them."""

@@ -80,6 +80,7 @@ def test_weights_are_those_of_torchs_own_conversion(case: Case, produced: Path, 
         "torch-fsdp2-app-4",
         "torch-fsdp1-nested-4",
         "accelerate-fsdp1-2",
+        "verl-fsdp2-4",
     ],
 )
 def test_a_model_is_filled_and_converted(name: str, produced: Path, tmp_path: Path) -> None:
