@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -112,9 +112,9 @@ class _SavedDirectory:
         for file in sorted({one.file for one in (*chunks, *self.metadata.values.values())}):
             self._note(file)
 
-    def optimizers(self, weights: Iterable[str]) -> dict[str, dict[Path, str]]:
+    def optimizers(self, weights: Collection[str]) -> dict[str, dict[Path, str]]:
         """Find the optimizers: key -> keys of a value in the optimizer -> joined name."""
-        others = {fqn: path for fqn, path in self.metadata.paths.items() if fqn not in set(weights)}
+        others = {fqn: path for fqn, path in self.metadata.paths.items() if fqn not in weights}
         matches = (_GROUPS.match(_text(path)) for path in others.values())
         found: dict[str, dict[Path, str]] = {key: {} for key in sorted({one[1] or "" for one in matches if one})}
         for fqn, path in others.items():
@@ -130,13 +130,13 @@ class _SavedDirectory:
         tree = self._tree(paths)
         is_flat = tree.keys().isdisjoint({"state", "param_groups"})
         state, groups = self._flat(tree) if is_flat else self._nested(tree)
-        owned = [name for group in groups for name in group.parameters]
-        if unknown := [name for name in state if name not in set(owned)]:
+        counts = Counter(name for group in groups for name in group.parameters)
+        if unknown := [name for name in state if name not in counts]:
             raise self._damaged(
                 f"its optimizer has a state of '{unknown[0]}', which is in no group. With FSDP1, groups chosen "
                 "by the shapes of parameters differ between ranks: choose them by name"
             )
-        if twice := [name for name, count in Counter(owned).items() if count > 1]:
+        if twice := [name for name, count in counts.items() if count > 1]:
             raise self._damaged(f"its optimizer has '{twice[0]}' in two groups")
         tensors: dict[str, str] = {}
         slots: dict[str, dict[str, Any]] = {}
