@@ -21,6 +21,7 @@ import torch
 from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafePickleError
+from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_directory import candidates, choose_weights, table_of, tensors_below
 from hfshard.foreign.dcp_items import open_items
 from hfshard.foreign.dcp_metadata import METADATA, SavedItem, read_metadata
@@ -50,15 +51,21 @@ class _Stored:
 
 
 def read_dcp_run(
-    directory: str, key: str | None = None, *, optimizer_key: str | None = None, optimizer_directory: str | None = None
+    directory: str,
+    key: str | None = None,
+    *,
+    optimizer_key: str | None = None,
+    folder: str = "",
+    optimizer_folder: str | None = None,
 ) -> ForeignRun:
     """Read a run without reading its tensors, except for those of other values; weights alone have no other values.
 
     Args:
-        directory: The directory with `.metadata`.
+        directory: The directory with `.metadata`, or above it.
         key: The key of the weights, as in `read_dcp_directory`.
         optimizer_key: The key of the optimizer; None: there must be only one.
-        optimizer_directory: The directory that has the optimizer; None: the same.
+        folder: The folder of the directory that has the model; empty: the directory itself.
+        optimizer_folder: The one that has the optimizer; None: the same.
 
     Raises:
         CheckpointNotFoundError, AmbiguousWeightsError: There are no weights, or several sets of them.
@@ -66,11 +73,11 @@ def read_dcp_run(
         UnsafePickleError: An item asks for anything but plain data. Nothing of it was run.
         UnsafePathError, DamagedCheckpointError: A file is missing, incomplete, or outside of the directory.
     """
-    saved = _SavedDirectory(directory)
-    chosen_key = choose_weights(saved.metadata, key, directory)
+    saved = _SavedDirectory(directory, folder)
+    chosen_key = choose_weights(saved.metadata, key, saved.path)
     names = tensors_below(saved.metadata, chosen_key)
-    weights = table_of(directory, saved.metadata, names)
-    other = saved if optimizer_directory is None else _SavedDirectory(optimizer_directory)
+    weights = saved.table(names)
+    other = saved if optimizer_folder is None else _SavedDirectory(directory, optimizer_folder)
     found = other.optimizers(set(names.values()) if other is saved else set())
     chosen = next(iter(found), None) if optimizer_key is None else optimizer_key
     if chosen not in {None, *found} or (optimizer_key is None and len(found) > 1):
@@ -92,8 +99,8 @@ def read_dcp_run(
     for part in chosen_key.split(".")[:-1]:  # what is next to the weights
         inner = extra.pop(part, {})
         extra |= inner if isinstance(inner, dict) else {part: inner}
-    if os.path.isfile(meta := os.path.join(directory, _META)):
-        more = read_plain_file(meta, directory, strict=False, verify="full")
+    if os.path.isfile(meta := os.path.join(saved.path, _META)):
+        more = read_plain_file(meta, saved.path, strict=False, verify="full")
         files[meta] = more.identity
         value = more.copied(more.value, _META)
         extra |= value if isinstance(value, dict) else {}
@@ -101,16 +108,21 @@ def read_dcp_run(
 
 
 class _SavedDirectory:
-    """A directory, and the values that are read from it."""
+    """A directory, or a folder of it, and the values that are read from it."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, directory: str, folder: str) -> None:
+        self.directory, self.folder = directory, folder
+        self.path = path = os.path.join(directory, folder) if folder else directory
         self.files: dict[str, Identity] = {}
         self._note(METADATA)
         self.metadata = read_metadata(path)
         chunks = (chunk for tensor in self.metadata.tensors.values() for chunk in tensor.chunks)
         for file in sorted({one.file for one in (*chunks, *self.metadata.values.values())}):
             self._note(file)
+
+    def table(self, names: Mapping[str, str]) -> ForeignTable:
+        """Return the table of some tensors, as `table_of` does."""
+        return table_of(self.directory, self.metadata, names, self.folder)
 
     def optimizers(self, weights: Collection[str]) -> dict[str, dict[Path, str]]:
         """Find the optimizers: key -> keys of a value in the optimizer -> joined name."""
@@ -153,7 +165,7 @@ class _SavedDirectory:
                     )
                 else:
                     slots.setdefault(name, {})[slot] = value
-        return ForeignOptimizer(table_of(self.path, self.metadata, tensors), groups, slots, has_groups=not is_flat)
+        return ForeignOptimizer(self.table(tensors), groups, slots, has_groups=not is_flat)
 
     def values(self, paths: Mapping[Path, str]) -> dict[str, Any]:
         """Read values, nested as they were saved, with their tensors in memory."""
@@ -254,7 +266,7 @@ class _SavedDirectory:
         names = [one.fqn for one in _stored_in(tree)]
         if not names:
             return tree
-        shard = ForeignShard(table_of(self.path, self.metadata, {fqn: fqn for fqn in names}))
+        shard = ForeignShard(self.table({fqn: fqn for fqn in names}))
         try:
             tensors = read_full_tensors([(shard, list(shard.header.tensors))], torch.device("cpu"))
         finally:
