@@ -40,13 +40,14 @@ def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
     return table_of(directory, metadata, tensors_below(metadata, choose_weights(metadata, key, directory)))
 
 
-def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str]) -> ForeignTable:
-    """Build the table of some of the tensors in a directory.
+def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str], folder: str = "") -> ForeignTable:
+    """Build the table of some of the tensors in a directory, or in a folder of it.
 
     Args:
-        directory: The directory.
-        metadata: Its metadata.
+        directory: The directory of the table.
+        metadata: The metadata in it, or in the folder.
         names: Name in the table -> joined name.
+        folder: The folder; empty: the directory itself.
 
     Raises:
         InvalidArgumentError: A tensor is in too many pieces.
@@ -63,8 +64,10 @@ def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str]) ->
     sizes: dict[str, int] = {}
     layouts: dict[bytes, ItemLayout] = {}
     of_chunks = ChunkRuns(directory)
-    for file, chunks in sorted(by_file.items()):
-        with open_items(directory, file, layouts) as items:
+    inner = os.path.join(directory, folder) if folder else directory
+    for name_in_folder, chunks in sorted(by_file.items()):
+        file = f"{folder}/{name_in_folder}" if folder else name_in_folder
+        with open_items(inner, name_in_folder, layouts) as items:
             sizes[file] = items.size
             for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
                 tensor = chosen[name]

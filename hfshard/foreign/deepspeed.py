@@ -502,11 +502,13 @@ class _Reader:
             self.slots |= dict.fromkeys(shapes, counts)
 
     def _add_universal_state(self, groups: Sequence[Shapes], models: ModelStates) -> None:
-        options, self.scaler = self.files.read_universal_state(self._path(f"{_UNIVERSAL}/{_STATE}"))
-        if len(options) != len(groups):
+        state = self.files.read_universal_state(self._path(f"{_UNIVERSAL}/{_STATE}"))
+        self.scaler = state.scaler
+        if len(state.groups) != len(groups):
             raise damaged(self.folder, f"'{_STATE}' has other groups than '{models.file}'")
-        for shapes, own in zip(groups, options, strict=True):
-            self._add_group(shapes, own, {})
+        for shapes, own in zip(groups, state.groups, strict=True):
+            numbers = _numbers(own, self.folder, state)
+            self._add_group(shapes, own, state.counts.get(numbers[0], {}) if numbers else {})
             for name, shape in shapes.items():
                 counts = dict(self.slots.get(name, {}))
                 folder = f"{_UNIVERSAL}/{name}" if is_safe_file_name(name) else _UNIVERSAL

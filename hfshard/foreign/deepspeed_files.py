@@ -273,20 +273,34 @@ class StateFiles:
             for number, slots in base["state"].items():
                 flat = {slot: one for slot, one in parse_dict(slots).items() if _is_flat(file, one)}
                 tensors[parse_count(number)] = pieces(flat)
-                counts[number] = {slot: plain.of(one, slot) for slot, one in slots.items() if slot not in flat}
-                for slot, one in counts[number].items():
-                    if not (isinstance(one, int | None) or (isinstance(one, torch.Tensor) and not one.dim())):
-                        raise self._unreadable(name, f"has '{slot}' in the optimizer's state, a {type(one).__name__}")
+                counts[number] = self._counts(name, {key: one for key, one in slots.items() if key not in flat}, plain)
             groups = [parse_dict(plain.of(one, "param_groups")) for one in _list(base["param_groups"])]
             return BaseState(name, tensors, counts, tuple(groups), _scaler(value.get("loss_scaler"), plain))
 
-    def read_universal_state(self, name: str) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
-        """Read the groups of a universal checkpoint's optimizer, and the loss scaler's state; see `read_model`."""
+    def _counts(self, name: str, slots: Mapping[str, Any], plain: PlainValues) -> dict[str, Any]:
+        """Return slots that are one number for all elements."""
+        found = {slot: plain.of(one, slot) for slot, one in slots.items()}
+        for slot, one in found.items():
+            if not (isinstance(one, int | None) or (isinstance(one, torch.Tensor) and not one.dim())):
+                raise self._unreadable(name, f"has '{slot}' in the optimizer's state, a {type(one).__name__}")
+        return found
+
+    def read_universal_state(self, name: str) -> BaseState:
+        """Read the groups and counts of a universal checkpoint's optimizer, without tensors; see `read_model`.
+
+        ZeRO-3's has the counts in rank 0's state, the others' have them with the parameters.
+        """
         with self._described(name) as (file, _):
             value = parse_dict(file.value)
             plain = PlainValues(os.path.join(self.directory, name), file)
             groups = [parse_dict(plain.of(one, "param_groups")) for one in _list(value["param_groups"])]
-            return tuple(groups), _scaler(value.get("loss_scaler"), plain)
+            state = parse_dict(value.get("optimizer_state_dict") or {}).get("state") or {}
+            counts = {
+                parse_count(number): {slot: one for slot, one in parse_dict(slots).items() if not _is_flat(file, one)}
+                for number, slots in state.items()
+            }
+            counts = {number: self._counts(name, slots, plain) for number, slots in counts.items()}
+            return BaseState(name, {}, counts, tuple(groups), _scaler(value.get("loss_scaler"), plain))
 
     def read_universal_slot(self, name: str) -> Piece | Any:
         """Read one slot of a parameter of a universal checkpoint: a tensor, or a number; see `read_model`."""

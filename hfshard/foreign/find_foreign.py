@@ -166,10 +166,7 @@ def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> Foreig
             path=directory,
         )
     return read_dcp_run(
-        os.path.join(directory, folder),
-        key,
-        optimizer_key=optimizer_key,
-        optimizer_directory=next((os.path.join(directory, name) for name in optimizers), None),
+        directory, key, optimizer_key=optimizer_key, folder=folder, optimizer_folder=next(iter(optimizers), None)
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -155,7 +155,7 @@ class NamedRun:
         return described
 
 
-def is_unread(value: object) -> bool:
+def is_unread(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a tensor on the meta device, in place of one of a run."""
     return isinstance(value, torch.Tensor) and value.is_meta
 
