@@ -465,7 +465,7 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
 def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry, key: str | None) -> OpenCheckpoint:
     shard: SafetensorsShard
     if weights.kind == "foreign":
-        shard = open_foreign(folder.path, key)
+        shard = open_foreign(folder.path, weights.name, key)
     else:
         shard = folder.open_shards([weights.name])[weights.name]
     try:

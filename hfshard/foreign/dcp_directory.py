@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.text import count_of, shorten_list
-from hfshard.disk.safe_open import open_regular
+from hfshard.disk.safe_open import Identity, open_regular
 from hfshard.errors import (
     AmbiguousWeightsError,
     CheckpointNotFoundError,
@@ -110,11 +110,11 @@ def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
     runs: dict[str, list[ByteRun]] = {name: [] for name in chosen}
     of_chunks = ChunkRuns(directory)
     records: list[StoredRecord] = []
-    sizes: dict[str, int] = {}
+    identities: dict[str, Identity] = {}
     layouts: dict[bytes, ItemLayout] = {}
     for file, chunks in sorted(by_file.items()):
         with open_items(directory, file, layouts) as items:
-            sizes[file] = items.size
+            identities[file] = items.identity
             for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
                 tensor = chosen[name]
                 found = items.find(names[name], chunk, tensor.dtype)
@@ -126,9 +126,10 @@ def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
                     records.append(StoredRecord(file, found.offset, nbytes, found.crc32))
     return ForeignTable(
         directory=directory,
-        framework=f"torch DCP ({count_of(len(sizes), 'file')})",
+        framework=f"torch DCP ({count_of(len(identities), 'file')})",
         tensors={name: joined_tensor(tensor.dtype, tensor.shape, runs[name]) for name, tensor in chosen.items()},
-        sizes=sizes,
+        sizes={file: identity[2] for file, identity in identities.items()},
+        identities=identities,
         records=tuple(records),
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from hfshard.disk.safe_open import open_regular
+from hfshard.disk.safe_open import identity_of, open_regular
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.foreign.described_values import pattern_of, reject_other_names
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
@@ -127,7 +127,8 @@ class ItemFile:
     """An open file with items."""
 
     def __init__(self, fd: int, path: str, layouts: dict[bytes, ItemLayout]) -> None:
-        self.size = os.fstat(fd).st_size
+        self.identity = identity_of(os.fstat(fd))
+        self.size = self.identity[2]
         self._fd, self._path = fd, path
         self._layouts = layouts
         self._header: Header | None = None

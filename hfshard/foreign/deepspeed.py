@@ -68,11 +68,12 @@ _SHOWN: Final = 8
 """The most names in a message."""
 
 
-def read_deepspeed(directory: str, *, masters: bool = True) -> ForeignTable:
+def read_deepspeed(directory: str, tag: str | None = None, *, masters: bool = True) -> ForeignTable:
     """Read where the weights and buffers of a DeepSpeed checkpoint are; of them, no byte is read.
 
     Args:
         directory: The folder of a tag, or the one above it.
+        tag: The result of `find_tag` for it; None: not known yet.
         masters: Return the float32 masters, where there are any. False: the weights as they were trained, which ZeRO-3
             does not save, so that it returns the masters.
 
@@ -84,7 +85,7 @@ def read_deepspeed(directory: str, *, masters: bool = True) -> ForeignTable:
         DamagedCheckpointError: The files don't fit together, or are not as DeepSpeed writes them.
         UnsafePickleError, UnsafePathError: A file names what no checkpoint needs, or leads out of the directory.
     """
-    tag = find_tag(directory)
+    tag = find_tag(directory) if tag is None else tag
     if tag is None:
         raise CheckpointNotFoundError(
             f"'{directory}' has no files of DeepSpeed. Pass the directory with its folders of tags, such as "
@@ -109,7 +110,7 @@ def find_tag(directory: str) -> str | None:
         return ""
     try:
         folders = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     tags = [name for name in folders if _has_states(os.path.join(directory, name))]
     if not tags:
@@ -212,7 +213,8 @@ class _Reader:
             directory=self.directory,
             framework=f"DeepSpeed {self.kind}" + (f", {len(states)} pipeline stages" if len(states) > 1 else ""),
             tensors=self.tensors,
-            sizes=self.files.sizes,
+            sizes={file: identity[2] for file, identity in self.files.identities.items()},
+            identities=self.files.identities,
             aliases=self.aliases,
             records=self.files.records,
         )

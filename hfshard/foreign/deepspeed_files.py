@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from hfshard.disk.safe_open import Identity
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTensor, StoredRecord
 from hfshard.foreign.described_values import (
@@ -139,8 +140,8 @@ class StateFiles:
             directory: It must contain them, and what they link to.
         """
         self.directory = directory
-        self.sizes: dict[str, int] = {}
-        """File -> bytes."""
+        self.identities: dict[str, Identity] = {}
+        """File -> what it was when it was described."""
         self._records: dict[tuple[str, int], StoredRecord] = {}
 
     @property
@@ -216,7 +217,7 @@ class StateFiles:
         path = os.path.join(self.directory, name)
         with described_file(path, self.directory) as file:
             reject_other_names(file.names, _ADMITTED, path, "a DeepSpeed checkpoint")
-            self.sizes[name] = file.size
+            self.identities[name] = file.identity
 
             def pieces(value: Mapping[Any, Any]) -> dict[Any, Piece]:
                 found = {}

@@ -11,13 +11,16 @@ from hfshard._util.text import shorten_list
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ForeignTable
-from hfshard.foreign.dcp_directory import METADATA, read_dcp_directory
-from hfshard.foreign.deepspeed import find_tag, read_deepspeed
 from hfshard.foreign.foreign_shard import ForeignShard
-from hfshard.foreign.rank_files import find_rank_files, read_rank_files
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
+
+_METADATA: Final = ".metadata"
+"""The file by which a directory of torch.distributed.checkpoint is known."""
+
+_OF_VERL: Final = "huggingface"
+"""The folder next to verl's files that has their config and tokenizer."""
 
 _OF_RUNS: Final = re.compile(
     r"latest(_universal)?|zero_to_(fp32|torch)\.py|trainer_state\.json|(random_states|rng_state)(_\d+)?\..*"
@@ -33,6 +36,8 @@ class _Framework(NamedTuple):
 
     find: Callable[[str], str | None]
     """Return the folder, or the file, by which its weights in a directory are entered; None if it has none."""
+    entries: re.Pattern[str]
+    """Pattern of what `find` returns."""
     read: Callable[[str, str, str | None], ForeignTable]
     """Read the table of a directory, given what `find` has returned, and the key of the weights."""
 
@@ -50,11 +55,12 @@ def find_foreign(directory: str) -> str | None:
     return next((entry for one in _FRAMEWORKS if (entry := one.find(directory)) is not None), None)
 
 
-def open_foreign(directory: str, key: str | None = None) -> ForeignShard:
+def open_foreign(directory: str, entry: str | None, key: str | None = None) -> ForeignShard:
     """Open the weights of another framework in a directory.
 
     Args:
-        directory: One in which `find_foreign` finds weights.
+        directory: The directory.
+        entry: The result of `find_foreign` for it.
         key: The key under which a program saved the model; None: there must be only one candidate.
 
     Raises:
@@ -64,9 +70,8 @@ def open_foreign(directory: str, key: str | None = None) -> ForeignShard:
         UnsafePickleError: A pickle asks for anything but what the framework writes.
         UnsafePathError, DamagedCheckpointError: A file is missing, incomplete, or outside of the directory.
     """
-    for one in _FRAMEWORKS:
-        entry = one.find(directory)
-        if entry is not None:
+    for one in reversed(_FRAMEWORKS):  # the first one's pattern is that of any folder
+        if entry is not None and one.entries.fullmatch(entry):
             return ForeignShard(one.read(directory, entry, key))
     raise CheckpointNotFoundError(f"There are no weights of another framework in '{directory}'.", path=directory)
 
@@ -76,45 +81,76 @@ def is_of_run(name: str) -> bool:
     return _OF_RUNS.fullmatch(name) is not None
 
 
-def folder_of_model(directory: str) -> str:
+def folder_of_model(directory: str, entry: str) -> str:
     """Return the directory with the config and tokenizer of the weights in a directory.
 
-    It is that directory, or the one above, such as Trainer's `checkpoint-500` for `checkpoint-500/global_step500`.
+    It is that directory, or the one above, such as Trainer's `checkpoint-500` for `checkpoint-500/global_step500`; or
+    verl's `huggingface` next to the weights.
+
+    Args:
+        directory: The directory.
+        entry: The result of `find_foreign` for it.
     """
-    above = os.path.dirname(os.path.abspath(directory))
-    is_inner = find_foreign(directory) in (os.curdir, METADATA)
-    has_config = [os.path.isfile(os.path.join(folder, CONFIG_NAME)) for folder in (directory, above)]
-    return above if is_inner and has_config == [False, True] else directory
+    above = [os.path.dirname(os.path.abspath(directory))] if entry in (os.curdir, _METADATA) else []
+    beside = os.path.join(directory, os.path.dirname(entry), _OF_VERL)
+    candidates = [directory, *above, beside]
+    return next((one for one in candidates if os.path.isfile(os.path.join(one, CONFIG_NAME))), directory)
+
+
+# The frameworks. Their modules are imported when a directory has no other weights.
 
 
 def _find_dcp(directory: str) -> str | None:
-    if os.path.isfile(os.path.join(directory, METADATA)):
-        return METADATA
+    if os.path.isfile(os.path.join(directory, _METADATA)):
+        return _METADATA
     try:
         folders = [name for name in sorted(os.listdir(directory)) if _FSDP_FOLDER.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
-    found = [name for name in folders if os.path.isfile(os.path.join(directory, name, METADATA))]
+    found = [name for name in folders if os.path.isfile(os.path.join(directory, name, _METADATA))]
     if len(found) > 1:
         paths = shorten_list([os.path.join(directory, name) for name in found], _SHOWN, quote=True)
         raise AmbiguousWeightsError(
             f"'{directory}' has {len(found)} models. Pass one of them: {paths}.", path=directory
         )
-    return f"{found[0]}/{METADATA}" if found else None
+    return f"{found[0]}/{_METADATA}" if found else None
 
 
 def _read_dcp(directory: str, entry: str, key: str | None) -> ForeignTable:
-    return read_dcp_directory(os.path.join(directory, os.path.dirname(entry)).rstrip("/"), key)
+    from hfshard.foreign.dcp_directory import read_dcp_directory
+
+    return read_dcp_directory(_folder_of(directory, entry), key)
 
 
 def _find_deepspeed(directory: str) -> str | None:
+    from hfshard.foreign.deepspeed import find_tag
+
     tag = find_tag(directory)
     return os.curdir if tag == "" else tag
 
 
-def _read_deepspeed(directory: str, _entry: str, key: str | None) -> ForeignTable:
+def _read_deepspeed(directory: str, entry: str, key: str | None) -> ForeignTable:
+    from hfshard.foreign.deepspeed import read_deepspeed
+
     _reject_key(directory, "DeepSpeed", key)
-    return read_deepspeed(directory)
+    return read_deepspeed(directory, "" if entry == os.curdir else entry)
+
+
+def _find_rank_files(directory: str) -> str | None:
+    from hfshard.foreign.rank_files import find_rank_files
+
+    return find_rank_files(directory)
+
+
+def _read_rank_files(directory: str, entry: str, key: str | None) -> ForeignTable:
+    from hfshard.foreign.rank_files import read_rank_files
+
+    _reject_key(directory, "verl", key)
+    return read_rank_files(_folder_of(directory, entry))
+
+
+def _folder_of(directory: str, entry: str) -> str:
+    return os.path.join(directory, os.path.dirname(entry)).rstrip("/")
 
 
 def _reject_key(directory: str, program: str, key: str | None) -> None:
@@ -125,14 +161,9 @@ def _reject_key(directory: str, program: str, key: str | None) -> None:
         )
 
 
-def _read_rank_files(directory: str, entry: str, key: str | None) -> ForeignTable:
-    _reject_key(directory, "verl", key)
-    return read_rank_files(os.path.normpath(os.path.join(directory, entry)))
-
-
 _FRAMEWORKS: Final = (
-    _Framework(_find_deepspeed, _read_deepspeed),
-    _Framework(_find_dcp, _read_dcp),
-    _Framework(find_rank_files, _read_rank_files),
+    _Framework(_find_deepspeed, re.compile(r"[^/]+"), _read_deepspeed),
+    _Framework(_find_dcp, re.compile(r"(?:[^/]+/)?\.metadata"), _read_dcp),
+    _Framework(_find_rank_files, re.compile(r"(?:[^/]+/)?model_world_size_.+\.pt"), _read_rank_files),
 )
 """The first one that finds weights reads them."""

@@ -186,15 +186,9 @@ def _describe_hf_shards(parts: _Parts) -> str:
 
 def _describe_rank_files(parts: _Parts) -> str:
     what = "one file per rank, each with parts of the tensors"
-    todo = "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT)."
     if any(name.startswith(_VERL) for name in parts.names):
-        command = ["python", "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        command += ["--local_dir", parts.on_disk(parts.folder), "--target_dir", "OUT"]
-        download = "" if parts.is_directory else "Download it to a directory DIR. "
-        todo = (
-            f"{download}Merge them with verl: {shlex.join(command)} (it unpickles them: run it only if you trust their "
-            "origin). hfshard loads OUT."
-        )
+        return parts.describe(what)
+    todo = "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT)."
     return parts.describe_unreadable(what, todo)
 
 
