@@ -74,13 +74,13 @@ def read_deepspeed(directory: str, tag: str | None = None, *, masters: bool = Tr
     Args:
         directory: The folder of a tag, or the one above it.
         tag: The result of `find_tag` for it; None: not known yet.
-        masters: Return the float32 masters, where there are any. False: the weights as they were trained, which ZeRO-3
-            does not save, so that it returns the masters.
+        masters: Return the float32 masters, where there are any. False: the weights as they were trained.
 
     Raises:
         CheckpointNotFoundError: There are no files of DeepSpeed.
         AmbiguousWeightsError: There are several tags, and none is the latest.
-        InvalidArgumentError: The parts cannot be joined: experts, tensor parallel slices, and others, by name.
+        InvalidArgumentError: The parts cannot be joined: experts, tensor parallel slices, and others, by name. Or the
+            weights as trained are wanted of ZeRO-3, which does not save them.
         MissingShardError: A rank's file is missing.
         DamagedCheckpointError: The files don't fit together, or are not as DeepSpeed writes them.
         UnsafePickleError, UnsafePathError: A file names what no checkpoint needs, or leads out of the directory.
@@ -302,7 +302,13 @@ class _Reader:
             self.kind = "universal checkpoint"
         elif not is_partitioned:
             self.kind = "ZeRO without masters"
-        if not self.masters and not is_partitioned and (first.weights is not None or self.layers):
+        if not self.masters:
+            if is_partitioned or (first.weights is None and not self.layers):
+                raise InvalidArgumentError(
+                    f"'{self.folder}' has no weights as they were trained: DeepSpeed has saved the float32 masters "
+                    "alone. Leave out key='module', and cast them: hfshard convert --dtype bfloat16.",
+                    path=self.folder,
+                )
             return {}
         is_reordered = bool(first.settings.get(_ROUND_ROBIN)) and not is_partitioned
         if self.is_universal:

@@ -19,6 +19,9 @@ _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 _METADATA: Final = ".metadata"
 """The file by which a directory of torch.distributed.checkpoint is known."""
 
+_AS_TRAINED: Final = "module"
+"""Key of the 16-bit weights in DeepSpeed's files, next to which there are float32 masters."""
+
 _OF_VERL: Final = "huggingface"
 """The folder next to verl's files that has their config and tokenizer."""
 
@@ -132,8 +135,9 @@ def _find_deepspeed(directory: str) -> str | None:
 def _read_deepspeed(directory: str, entry: str, key: str | None) -> ForeignTable:
     from hfshard.foreign.deepspeed import read_deepspeed
 
-    _reject_key(directory, "DeepSpeed", key)
-    return read_deepspeed(directory, "" if entry == os.curdir else entry)
+    if key != _AS_TRAINED:
+        _reject_key(directory, "DeepSpeed", key, f", except {_AS_TRAINED!r}, its weights as they were trained")
+    return read_deepspeed(directory, "" if entry == os.curdir else entry, masters=key is None)
 
 
 def _find_rank_files(directory: str) -> str | None:
@@ -153,10 +157,11 @@ def _folder_of(directory: str, entry: str) -> str:
     return os.path.join(directory, os.path.dirname(entry)).rstrip("/")
 
 
-def _reject_key(directory: str, program: str, key: str | None) -> None:
+def _reject_key(directory: str, program: str, key: str | None, exception: str = "") -> None:
     if key is not None:
         raise InvalidArgumentError(
-            f"'{directory}' was saved by {program}, and has no key={key!r:.200}: all of it is one model. Leave it out.",
+            f"'{directory}' was saved by {program}, and has no key={key!r:.200}: all of it is one model{exception}. "
+            "Leave it out.",
             path=directory,
         )
 

@@ -162,6 +162,14 @@ def test_masters_of_deepspeed_are_loaded_and_ties_are_one_tensor(tmp_path: Path)
         hfshard.load_state_dict(tmp_path, key="model")
 
 
+def test_weights_of_deepspeed_as_trained_have_a_key(tmp_path: Path) -> None:
+    like_deepspeed.write(tmp_path / "global_step3", like_deepspeed.contents(2, 2))
+
+    found = hfshard.load_state_dict(tmp_path, key="module")
+
+    like_deepspeed.assert_same(found, like_deepspeed.expected(masters=False))
+
+
 def test_weights_that_any_reader_finds_come_first(trained: Path) -> None:
     hfshard.save_state_dict({"w": torch.ones(1)}, trained)
 
