@@ -82,9 +82,7 @@ def test_weights_as_trained_are_read_where_there_are_any(stage: int, tmp_path: P
 def test_weights_as_trained_are_not_in_files_of_zero_3(tmp_path: Path) -> None:
     write(tmp_path, contents(3, 2))
 
-    with pytest.raises(
-        InvalidArgumentError, match="has no weights as they were trained: DeepSpeed has saved the float32"
-    ):
+    with pytest.raises(InvalidArgumentError, match="has no weights as they were trained: DeepSpeed"):
         read_deepspeed(str(tmp_path), masters=False)
 
 
