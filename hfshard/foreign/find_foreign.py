@@ -12,12 +12,10 @@ from hfshard.constants import CONFIG_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.foreign_shard import ForeignShard
+from hfshard.format.parts_of_ranks import DCP_METADATA
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
-
-_METADATA: Final = ".metadata"
-"""The file by which a directory of torch.distributed.checkpoint is known."""
 
 _AS_TRAINED: Final = "module"
 """Key of the 16-bit weights in DeepSpeed's files, next to which there are float32 masters."""
@@ -94,7 +92,7 @@ def folder_of_model(directory: str, entry: str) -> str:
         directory: The directory.
         entry: The result of `find_foreign` for it.
     """
-    above = [os.path.dirname(os.path.abspath(directory))] if entry in (os.curdir, _METADATA) else []
+    above = [os.path.dirname(os.path.abspath(directory))] if entry in (os.curdir, DCP_METADATA) else []
     beside = os.path.join(directory, os.path.dirname(entry), _OF_VERL)
     candidates = [directory, *above, beside]
     return next((one for one in candidates if os.path.isfile(os.path.join(one, CONFIG_NAME))), directory)
@@ -104,19 +102,19 @@ def folder_of_model(directory: str, entry: str) -> str:
 
 
 def _find_dcp(directory: str) -> str | None:
-    if os.path.isfile(os.path.join(directory, _METADATA)):
-        return _METADATA
+    if os.path.isfile(os.path.join(directory, DCP_METADATA)):
+        return DCP_METADATA
     try:
         folders = [name for name in sorted(os.listdir(directory)) if _FSDP_FOLDER.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
-    found = [name for name in folders if os.path.isfile(os.path.join(directory, name, _METADATA))]
+    found = [name for name in folders if os.path.isfile(os.path.join(directory, name, DCP_METADATA))]
     if len(found) > 1:
         paths = shorten_list([os.path.join(directory, name) for name in found], _SHOWN, quote=True)
         raise AmbiguousWeightsError(
             f"'{directory}' has {len(found)} models. Pass one of them: {paths}.", path=directory
         )
-    return f"{found[0]}/{_METADATA}" if found else None
+    return f"{found[0]}/{DCP_METADATA}" if found else None
 
 
 def _read_dcp(directory: str, entry: str, key: str | None) -> ForeignTable:

@@ -19,7 +19,8 @@ _DEEPSPEED: Final = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|expp_ra
 """DeepSpeed's files in a folder such as `global_step20`: models, optimizers, pipeline layers and experts."""
 
 _DCP: Final = re.compile(r".+\.distcp")
-_DCP_METADATA: Final = ".metadata"
+DCP_METADATA: Final = ".metadata"
+"""The file by which a directory of torch.distributed.checkpoint is known."""
 
 _HF_SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Files of DCP's Hugging Face writer before they are consolidated. None says how many there are, so that a missing one
@@ -168,10 +169,10 @@ def _describe_deepspeed(parts: _Parts) -> str:
 
 def _describe_dcp(parts: _Parts) -> str:
     what = "tensors that torch.distributed.checkpoint (DCP) saved in parts"
-    if _DCP_METADATA in parts.names:
+    if DCP_METADATA in parts.names:
         return parts.describe(what)
     return (
-        f"'{parts.place}' contains {what}{parts.where}, but not '{_DCP_METADATA}', which says where each of them is. "
+        f"'{parts.place}' contains {what}{parts.where}, but not '{DCP_METADATA}', which says where each of them is. "
         "Copy it there: its name begins with a dot, which '*' does not match."
     )
 
