@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from hfshard.disk.safe_open import Identity
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafePathError
 from hfshard.format.file_names import is_safe_file_name
 
@@ -98,6 +100,8 @@ class ForeignTable:
     """Name in the model -> tensor."""
     sizes: Mapping[str, int]
     """File -> its bytes; of at least all files that have bytes of tensors."""
+    identities: Mapping[str, Identity] = field(default_factory=lambda: MappingProxyType({}))
+    """File -> what it was when it was described; one that is another when it is opened was replaced."""
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Tied name -> name of the tensor with the data."""
     records: tuple[StoredRecord, ...] = ()
@@ -250,8 +254,8 @@ class ChunkRuns:
         self._left -= len(found) - 1
         if self._left < 0:
             raise InvalidArgumentError(
-                f"'{self._directory}' has tensor '{fqn}' in too many pieces, in '{file}': more than {_MOST_PIECES:,}. "
-                "Nothing was loaded. Save it contiguous(), or cut in its first dimension.",
+                f"'{os.path.join(self._directory, file)}' has tensor '{fqn}' in too many pieces: more than "
+                f"{_MOST_PIECES:,}. Nothing was loaded. Save it contiguous(), or cut in its first dimension.",
                 path=self._directory,
                 fqn=fqn,
             )

@@ -7,6 +7,7 @@ Source: torch `distributed/checkpoint/{filesystem,hf_storage}.py`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from math import prod
 from typing import Final
 
 from hfshard._util.text import count_of, shorten_list
+from hfshard.disk.safe_open import Identity
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, StoredRecord, joined_tensor
 from hfshard.foreign.dcp_items import Chunk, ItemLayout, open_items
@@ -61,14 +63,14 @@ def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str], fo
             by_file[chunk.file].append((name, chunk))
     runs: dict[str, list[ByteRun]] = {name: [] for name in chosen}
     records: list[StoredRecord] = []
-    sizes: dict[str, int] = {}
+    identities: dict[str, Identity] = {}
     layouts: dict[bytes, ItemLayout] = {}
     of_chunks = ChunkRuns(directory)
     inner = os.path.join(directory, folder) if folder else directory
     for name_in_folder, chunks in sorted(by_file.items()):
         file = f"{folder}/{name_in_folder}" if folder else name_in_folder
         with open_items(inner, name_in_folder, layouts) as items:
-            sizes[file] = items.size
+            identities[file] = items.identity
             for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
                 tensor = chosen[name]
                 found = items.find(names[name], chunk, tensor.dtype)
@@ -80,9 +82,10 @@ def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str], fo
                     records.append(StoredRecord(file, found.offset, nbytes, found.crc32))
     return ForeignTable(
         directory=directory,
-        framework=f"torch DCP ({count_of(len(sizes), 'file')})",
+        framework=f"torch DCP ({count_of(len(identities), 'file')})",
         tensors={name: joined_tensor(tensor.dtype, tensor.shape, runs[name]) for name, tensor in chosen.items()},
-        sizes=sizes,
+        sizes={file: identity[2] for file, identity in identities.items()},
+        identities=identities,
         records=tuple(records),
     )
 

@@ -131,7 +131,8 @@ class ItemFile:
     """An open file with items."""
 
     def __init__(self, fd: int, path: str, layouts: dict[bytes, ItemLayout]) -> None:
-        self.size = os.fstat(fd).st_size
+        self.identity = identity_of(os.fstat(fd))
+        self.size = self.identity[2]
         self._fd, self._path = fd, path
         self._layouts = layouts
         self._header: Header | None = None

@@ -29,11 +29,9 @@ from hfshard.foreign.described_values import (
     reject_other_names,
 )
 from hfshard.format.file_names import is_safe_file_name
+from hfshard.format.parts_of_ranks import DCP_METADATA
 from hfshard.pickles.described_file import meaning
 from hfshard.pickles.pickle_opcodes import DescribedObject, describe_pickle
-
-METADATA: Final = ".metadata"
-"""The file by which a directory of DCP is known."""
 
 _MOST_METADATA_BYTES: Final = 1 << 30
 """Limit of that file: a chunk takes about 150 bytes in it."""
@@ -100,7 +98,7 @@ def read_metadata(directory: str) -> DcpMetadata:
         InvalidArgumentError: It was saved with transforms.
         UnsafePathError, DamagedCheckpointError: It is missing, incomplete, or names a file outside of the directory.
     """
-    path = os.path.join(directory, METADATA)
+    path = os.path.join(directory, DCP_METADATA)
     with os.fdopen(open_regular(path, directory), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_METADATA_BYTES:
@@ -144,7 +142,7 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
         found = parse_text(of_item["relative_path"]), parse_count(of_item["offset"]), parse_count(of_item["length"])
         if not is_safe_file_name(found[0]):
             raise UnsafePathError(
-                f"'{os.path.join(directory, METADATA)}' names the file {found[0]!r:.200}, which is outside of its "
+                f"'{os.path.join(directory, DCP_METADATA)}' names the file {found[0]!r:.200}, which is outside of its "
                 "directory. Do not load it unless you know its origin.",
                 path=directory,
                 actual=found[0],

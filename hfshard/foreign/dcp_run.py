@@ -24,9 +24,10 @@ from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafeP
 from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_directory import candidates, choose_weights, table_of, tensors_below
 from hfshard.foreign.dcp_items import open_items
-from hfshard.foreign.dcp_metadata import METADATA, SavedItem, read_metadata
+from hfshard.foreign.dcp_metadata import SavedItem, read_metadata
 from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
+from hfshard.format.parts_of_ranks import DCP_METADATA
 from hfshard.pickles.described_file import reject_code
 from hfshard.pickles.plain_values import PlainValues, read_plain_file
 from hfshard.shards.ranged_shard import read_full_tensors
@@ -114,7 +115,7 @@ class _SavedDirectory:
         self.directory, self.folder = directory, folder
         self.path = path = os.path.join(directory, folder) if folder else directory
         self.files: dict[str, Identity] = {}
-        self._note(METADATA)
+        self._note(DCP_METADATA)
         self.metadata = read_metadata(path)
         files = {chunk.file for tensor in self.metadata.tensors.values() for chunk in tensor.chunks}
         for file in sorted(files | {item.file for item in self.metadata.values.values()}):

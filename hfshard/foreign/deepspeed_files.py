@@ -179,10 +179,8 @@ class StateFiles:
             directory: It must contain them, and what they link to.
         """
         self.directory = directory
-        self.sizes: dict[str, int] = {}
-        """File -> bytes."""
         self.identities: dict[str, Identity] = {}
-        """Path of each file that was read -> its identity."""
+        """File -> what it was when it was described."""
         self._records: dict[tuple[str, int], StoredRecord] = {}
 
     @property
@@ -337,8 +335,7 @@ class StateFiles:
         path = os.path.join(self.directory, name)
         with described_file(path, self.directory) as file:
             reject_other_names(file.names, _ADMITTED, path, "a DeepSpeed checkpoint")
-            self.sizes[name] = file.size
-            self.identities[path] = file.identity
+            self.identities[name] = file.identity
 
             def pieces(value: Mapping[Any, Any]) -> dict[Any, Piece]:
                 found = {}

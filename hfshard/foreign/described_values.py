@@ -18,7 +18,7 @@ MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, Arithmet
 _MOST_DIMENSIONS: Final = 64
 """As many as torch allows."""
 
-_NUMBER_BITS: Final = 62
+_NUMBER_BITS: Final = 63
 """Of a number of bytes or elements; a file may have numbers of any length."""
 
 

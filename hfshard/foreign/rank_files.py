@@ -14,9 +14,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import Any, Final
 
 from hfshard._util.text import count_of, shorten_list
+from hfshard.disk.safe_open import Identity
 from hfshard.errors import (
     AmbiguousWeightsError,
     DamagedCheckpointError,
@@ -44,7 +47,7 @@ _FOLDERS: Final = ("actor", "critic")
 """Folders of a step in which verl saves a model each."""
 
 _SHARDED: Final = "torch.distributed._shard."
-_SHARD: Final = re.compile(r"torch\.distributed\._?tensor\.placement_types\.(?P<kind>\w+)")
+_PLACEMENT: Final = re.compile(r"torch\.distributed\._?tensor\.placement_types\.(?P<kind>\w+)")
 _ADMITTED: Final = pattern_of(
     (
         "collections.OrderedDict",
@@ -73,6 +76,15 @@ _SHOWN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
+class _Cut:
+    """A dimension of a tensor that is cut over the ranks."""
+
+    dimension: int
+    axes: tuple[tuple[int, int], ...]
+    """Dimensions of the mesh over which it is cut, one after the other, each with the factor of its strides."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
     """A rank's part of a tensor: all of a plain one."""
 
@@ -81,28 +93,28 @@ class _Part:
     shape: tuple[int, ...]
     """Of the complete tensor."""
     offsets: tuple[int, ...] | None
-    """Position of the part; None: by its placements."""
-    placements: tuple[int | None, ...] = ()
-    """Per dimension of the mesh: the dimension of the tensor that is cut over it; None: replicated."""
+    """Position of the part; None: by its cuts."""
+    cuts: tuple[_Cut, ...] = ()
+    """Its cuts, if they say where it is."""
     coordinates: tuple[int, ...] = ()
     """The rank's position in the mesh."""
 
 
 def find_rank_files(directory: str) -> str | None:
-    """Find the folder with the ranks' files: "." or a folder below; None if there is none.
+    """Find the file of the lowest rank, in a directory or a folder of it; None if there is none.
 
     Raises:
         AmbiguousWeightsError: There are an actor and a critic.
     """
-    if _files_in(directory):
-        return os.curdir
+    if files := _files_in(directory):
+        return files[0][-1]
     found = [name for name in _FOLDERS if _files_in(os.path.join(directory, name))]
     if len(found) > 1:
         paths = shorten_list([os.path.join(directory, name) for name in found], _SHOWN, quote=True)
         raise AmbiguousWeightsError(
             f"'{directory}' has {len(found)} models. Pass one of them: {paths}.", path=directory
         )
-    return found[0] if found else None
+    return f"{found[0]}/{_files_in(os.path.join(directory, found[0]))[0][-1]}" if found else None
 
 
 def read_rank_files(directory: str) -> ForeignTable:
@@ -114,14 +126,14 @@ def read_rank_files(directory: str) -> ForeignTable:
         UnsafePathError, DamagedCheckpointError: A file is missing, incomplete, or outside of the directory.
     """
     files = _checked_ranks(directory, _files_in(directory))
-    sizes: dict[str, int] = {}
+    identities: dict[str, Identity] = {}
     records: dict[tuple[str, int], StoredRecord] = {}
     parts: dict[str, list[_Part]] = {}
     for rank, file in enumerate(files):
         path = os.path.join(directory, file)
         with described_file(path, directory) as described:
             reject_other_names(described.names, _ADMITTED, path, "a rank's file of a model")
-            sizes[file] = described.size
+            identities[file] = described.identity
             try:
                 values = parse_dict(described.value)
                 found = {name: list(_parts_of(described, file, value)) for name, value in values.items()}
@@ -153,7 +165,8 @@ def read_rank_files(directory: str) -> ForeignTable:
         directory=directory,
         framework=f"verl ({count_of(len(files), 'rank')})",
         tensors=tensors,
-        sizes=sizes,
+        sizes={file: identity[2] for file, identity in identities.items()},
+        identities=identities,
         aliases=aliases,
         records=tuple(record for _, record in sorted(records.items())),
     )
@@ -240,7 +253,7 @@ def _parts_of(described: DescribedFile, file: str, value: Any) -> Iterator[_Part
         _found(described, attributes["_local_tensor"]),
         parse_shape(arguments[2]),
         None,
-        tuple(_placed(described.path, one) for one in spec["placements"]),
+        _cuts_of(described.path, spec),
         parse_shape(_merged_state(spec["mesh"])["_coordinate_on_dim"]),
     )
 
@@ -270,19 +283,35 @@ def _merged(state: Any) -> dict[str, Any]:
     return found
 
 
-def _placed(path: str, placement: DescribedObject) -> int | None:
-    """Return the dimension that is cut over one of the mesh; None: replicated."""
-    match = _SHARD.fullmatch(placement.name)
-    kind = match["kind"] if match is not None else placement.name
-    if kind == "Replicate":
-        return None
-    if kind != "Shard":
+def _cuts_of(path: str, spec: Mapping[str, Any]) -> tuple[_Cut, ...]:
+    """Return the cuts of a tensor's dimensions, as its specification describes them."""
+    kinds = [(_kind_of(path, one), one.state) for one in spec["placements"]]
+    axes: dict[int, list[tuple[int, int]]] = {}
+    for axis, (kind, state) in reversed(list(enumerate(kinds))):
+        if kind != "Replicate":
+            of_dimension = axes.setdefault(parse_count(state["dim"]), [])
+            is_inner = kind == "_StridedShard"  # cut once those on its right are, as by FSDP over tensor parallelism
+            factor = parse_count(state["split_factor"]) if is_inner else 1
+            of_dimension.insert(len(of_dimension) if is_inner else 0, (axis, factor))
+    for entry in spec.get("shard_order") or () if "_StridedShard" not in dict(kinds) else ():
+        dimension, order = entry.arguments
+        if sorted(order) != [axis for axis, _ in axes[dimension]]:
+            raise ValueError("an order of other cuts than there are")
+        axes[dimension] = [(parse_count(axis), 1) for axis in order]
+    return tuple(_Cut(dimension, tuple(found)) for dimension, found in sorted(axes.items()))
+
+
+def _kind_of(path: str, placement: DescribedObject) -> str:
+    match = _PLACEMENT.fullmatch(placement.name)
+    if match is None:
+        raise TypeError(placement.name)
+    if match["kind"] not in ("Replicate", "Shard", "_StridedShard"):
         raise InvalidArgumentError(
-            f"'{path}' has tensors whose placement on the ranks is {kind}, which hfshard cannot read. Nothing was "
-            "loaded. Save with torch.distributed.checkpoint, which resolves it.",
+            f"'{path}' has tensors whose placement on the ranks is {match['kind']}, which hfshard cannot read. Nothing "
+            "was loaded. Save with torch.distributed.checkpoint, which resolves it.",
             path=path,
         )
-    return parse_count(placement.state["dim"])
+    return match["kind"]
 
 
 def _joined(directory: str, name: str, parts: Sequence[_Part], runs: ChunkRuns) -> ForeignTensor:
@@ -292,8 +321,8 @@ def _joined(directory: str, name: str, parts: Sequence[_Part], runs: ChunkRuns) 
     first = parts[0]
     dtype, shape = first.tensor.dtype, first.shape
     for part in parts:
-        here = part.tensor.dtype, part.shape, part.placements, part.offsets is None, len(part.tensor.shape)
-        if here != (dtype, shape, first.placements, first.offsets is None, len(shape)):
+        here = part.tensor.dtype, part.shape, part.cuts, part.offsets is None, len(part.tensor.shape)
+        if here != (dtype, shape, first.cuts, first.offsets is None, len(shape)):
             raise _damaged(directory, f"'{first.file}' and '{part.file}' have different tensors '{name}'", name)
     found = []
     placed = zip(parts, _offsets_of(directory, name, parts), strict=True)
@@ -304,26 +333,36 @@ def _joined(directory: str, name: str, parts: Sequence[_Part], runs: ChunkRuns) 
 
 
 def _offsets_of(directory: str, name: str, parts: Sequence[_Part]) -> Iterable[tuple[int, ...]]:
-    """Return the position of each part; by placements, parts follow one another in the order of the coordinates."""
+    """Return the position of each part; by cuts, parts follow one another in the order of the coordinates."""
     if parts[0].offsets is not None:
         return [part.offsets or () for part in parts]
-    starts: list[tuple[list[int], Mapping[tuple[int, ...], int]]] = []
+    cuts = {cut.dimension: cut for cut in parts[0].cuts}
+    keys_of_parts: list[list[int]] = [[] for _ in parts]
     for dimension, total in enumerate(parts[0].shape):
-        axes = [axis for axis, cut in enumerate(parts[0].placements) if cut == dimension]
+        axes = cuts[dimension].axes if dimension in cuts else ()
+        keys = [tuple(part.coordinates[axis] for axis, _ in axes) for part in parts]
         extents: dict[tuple[int, ...], int] = {}
-        for part in parts:
-            extent = part.tensor.shape[dimension]
-            if extents.setdefault(tuple(part.coordinates[axis] for axis in axes), extent) != extent:
+        for key, part in zip(keys, parts, strict=True):
+            if extents.setdefault(key, part.tensor.shape[dimension]) != part.tensor.shape[dimension]:
                 raise _damaged(directory, f"parts of tensor '{name}' have different sizes", name)
-        begins = {}
-        at = 0
-        for key in sorted(extents):
-            begins[key] = at
-            at += extents[key]
-        if at != total:
-            raise _damaged(directory, f"tensor '{name}' has {total} elements in dimension {dimension}, not {at}", name)
-        starts.append((axes, begins))
-    return [tuple(begins[tuple(part.coordinates[axis] for axis in axes)] for axes, begins in starts) for part in parts]
+        ordered = sorted(extents)
+        begins = dict(zip(ordered, accumulate((extents[key] for key in ordered), initial=0), strict=False))
+        if sum(extents.values()) != total:
+            raise _damaged(
+                directory, f"tensor '{name}' has {sum(extents.values())} of {total} elements in a dimension", name
+            )
+        for number, (axis, factor) in enumerate(axes):
+            outer = prod(len({key[at] for key in keys}) for at in range(number) if axes[at][0] > axis)
+            if factor not in (1, outer):
+                raise InvalidArgumentError(
+                    f"'{directory}' has tensor '{name}' in strides of {factor} parts, which hfshard cannot read. "
+                    "Nothing was loaded. Save with torch.distributed.checkpoint, which resolves them.",
+                    path=directory,
+                    fqn=name,
+                )
+        for found, key in zip(keys_of_parts, keys, strict=True):
+            found.append(begins[key])
+    return map(tuple, keys_of_parts)
 
 
 def _damaged(
