@@ -56,7 +56,8 @@ WEIGHTS_SUFFIXES: Final = (
     SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack",
     ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine", ".distcp",
 )  # fmt: skip
-"""Suffixes of files of weights, of any library."""
+"""Suffixes of files of weights, of any library, parts of ranks included: these don't go along with other weights, are
+not downloaded with them, and keep the config next to them."""
 HUB_MARKER: Final = "hfshard-hub.json"
 """The file that marks a directory as a hub: a directory without it is never treated as one."""
 CONFIG_NAME: Final = "config.json"

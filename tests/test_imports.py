@@ -69,6 +69,7 @@ FOREIGN = {
     "tqdm": {"_util"},
     "transformers": {"models", "training"},
     "accelerate": {"training"},
+    "diffusers": {"models"},
     "psutil": {"models"},
     "jinja2": {"viewing"},
     "filelock": {"hub"},
@@ -328,6 +329,12 @@ def test_the_mixin_imports_next_to_nothing_that_transformers_does_not() -> None:
 def test_what_works_without_a_hub_needs_no_huggingface_hub(child_environment: dict[str, str]) -> None:
     code = "from hfshard import CheckpointManager, sign_checkpoint; from hfshard.training import RunReader"
     assert "huggingface_hub" not in _loaded_by(code, child_environment)
+
+
+def test_readers_of_other_frameworks_are_imported_when_they_are_used() -> None:
+    found = {name for name in _imported_at_once("hub.push_files", set()) if name.startswith("foreign.")}
+
+    assert found == {f"foreign.{name}" for name in ("byte_runs", "find_foreign", "foreign_run", "foreign_shard")}
 
 
 def test_every_folder_with_code_is_a_package_so_that_an_installation_has_it() -> None:

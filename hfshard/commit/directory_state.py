@@ -14,7 +14,7 @@ from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, ST
 from hfshard.disk.fsops import sync_directory, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import HfshardError, MissingShardError
-from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import own_saves, save_in_name
 from hfshard.format.strict_json import dump_json, parse_json_object
@@ -77,9 +77,9 @@ class DirectoryState:
 
     @property
     def shares_config(self) -> bool:
-        """True if this is a variant next to other weights that use the same config.json."""
-        if self.names.variant is None:
-            return False
+        """True if config.json cannot lead to this checkpoint alone: it is a variant next to others, or of diffusers."""
+        if self.names.variant is None or self.names.base != MODEL_BASE:
+            return self.names.base != MODEL_BASE
         names = self.names
         mine = {names.single, names.index, names.hub_index, names.bin_single, names.bin_index, self.weights_override}
         weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
@@ -147,6 +147,7 @@ def read_directory_state(directory: str, names: WeightNames) -> DirectoryState:
     """
     listing = frozenset(os.listdir(directory))
     config, override = _config_and_override(directory, listing)
+    override = override if names.base == MODEL_BASE else None
     indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
     found = find_ownership(names, listing, override, indexes)
     unreferenced = listing - found.referenced

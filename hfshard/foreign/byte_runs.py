@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice, product
 from math import prod
 from types import MappingProxyType
 from typing import Final
@@ -12,8 +14,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from hfshard.errors import DamagedCheckpointError, UnsafePathError
+from hfshard.disk.safe_open import Identity
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafePathError
 from hfshard.format.file_names import is_safe_file_name
+
+_MOST_PIECES: Final = 1 << 20
+"""Limit of all runs besides the first one of each chunk: about 150 MB. A transposed matrix has one per column."""
 
 _WINDOW_BYTES: Final = 4 << 20
 """Bytes of a tensor whose rows are compared at once: at most 4 Mi rows, of one byte each."""
@@ -94,6 +100,8 @@ class ForeignTable:
     """Name in the model -> tensor."""
     sizes: Mapping[str, int]
     """File -> its bytes; of at least all files that have bytes of tensors."""
+    identities: Mapping[str, Identity] = field(default_factory=lambda: MappingProxyType({}))
+    """File -> what it was when it was described; one that is another when it is opened was replaced."""
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Tied name -> name of the tensor with the data."""
     records: tuple[StoredRecord, ...] = ()
@@ -195,3 +203,90 @@ def _rows_in(run: ByteRun, begin: int, end: int) -> tuple[np.ndarray, np.ndarray
     starts = run.start + np.arange(first, last, dtype=np.int64) * run.stride
     starts = starts[(starts < end) & (starts + run.size > begin)]
     return np.maximum(starts, begin), np.minimum(starts + run.size, end)
+
+
+# Chunks: rectangles of a tensor, each in one piece in a file.
+
+
+class ChunkRuns:
+    """Finder of the runs of a checkpoint's chunks, of which there may be so many."""
+
+    def __init__(self, directory: str) -> None:
+        """Begin without a run.
+
+        Args:
+            directory: For messages.
+        """
+        self._directory = directory
+        self._left = _MOST_PIECES
+
+    def find(
+        self,
+        fqn: str,
+        file: str,
+        offset: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        order: Iterable[int] | None = None,
+    ) -> list[ByteRun]:
+        """Find the runs of a chunk.
+
+        Args:
+            fqn: The tensor, for a message.
+            file: File with the chunk.
+            offset: Byte in the file where it begins.
+            dtype, shape: Of the tensor.
+            offsets, sizes: Position of the chunk in the tensor, and its shape.
+            order: Dimensions of the chunk, from the outermost to the innermost in the file; None: row-major.
+
+        Raises:
+            InvalidArgumentError: There are too many.
+        """
+        steps = [dtype.itemsize] * len(shape)
+        for at in reversed(range(len(steps) - 1)):
+            steps[at] = steps[at + 1] * shape[at + 1]
+        start = sum(begin * step for begin, step in zip(offsets, steps, strict=True))
+        axes = range(len(shape)) if order is None else order
+        runs = _rows_of([(sizes[at], steps[at]) for at in axes], file, offset, start, dtype.itemsize)
+        found = list(islice(runs, self._left + 2))
+        self._left -= len(found) - 1
+        if self._left < 0:
+            raise InvalidArgumentError(
+                f"'{os.path.join(self._directory, file)}' has tensor '{fqn}' in too many pieces: more than "
+                f"{_MOST_PIECES:,}. Nothing was loaded. Save it contiguous(), or cut in its first dimension.",
+                path=self._directory,
+                fqn=fqn,
+            )
+        return found
+
+
+def joined_tensor(dtype: torch.dtype, shape: tuple[int, ...], runs: Iterable[ByteRun]) -> ForeignTensor:
+    """Return the tensor that has these runs, in any order."""
+    return ForeignTensor(dtype, shape, tuple(sorted(runs, key=lambda run: run.start)))
+
+
+def _rows_of(axes: list[tuple[int, int]], file: str, offset: int, start: int, itemsize: int) -> Iterator[ByteRun]:
+    """Yield the runs of a chunk.
+
+    Of its dimensions, in the order in which the file has them, the innermost ones make the bytes of a row while the
+    tensor has them in one piece, too. Those around them make rows as long as their distances are equal. There is a run
+    for each index of the others.
+
+    Args:
+        axes: Size of each dimension, and bytes from one index to the next in the tensor.
+        file, offset: Place of the chunk.
+        start: Byte of the tensor where it begins.
+        itemsize: Bytes of an element.
+    """
+    outer = [(size, step) for size, step in axes if size > 1]
+    row_bytes = itemsize
+    while outer and outer[-1][1] == row_bytes:
+        row_bytes *= outer.pop()[0]
+    rows, stride = outer.pop() if outer else (1, 0)
+    while outer and outer[-1][1] == rows * stride:
+        rows *= outer.pop()[0]
+    for number, index in enumerate(product(*(range(size) for size, _ in outer))):
+        at = start + sum(one * step for one, (_, step) in zip(index, outer, strict=True))
+        yield ByteRun(file, offset + number * rows * row_bytes, row_bytes, at, rows, stride)

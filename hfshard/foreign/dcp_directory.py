@@ -10,20 +10,17 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice, product
+from collections.abc import Mapping
 from math import prod
 from typing import Final
 
 from hfshard._util.text import count_of, shorten_list
+from hfshard.disk.safe_open import Identity
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
-from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
-from hfshard.foreign.dcp_items import Chunk, FoundChunk, ItemLayout, open_items
-from hfshard.foreign.dcp_metadata import DcpMetadata, SavedTensor, read_metadata
+from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, StoredRecord, joined_tensor
+from hfshard.foreign.dcp_items import Chunk, ItemLayout, open_items
+from hfshard.foreign.dcp_metadata import DcpMetadata, read_metadata
 from hfshard.pickles.pickle_file import OTHER_KEY, WEIGHTS_KEY
-
-_MOST_PIECES: Final = 1 << 20
-"""Limit of all runs besides the first one of each chunk: about 150 MB. A transposed matrix has one per column."""
 
 
 def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
@@ -45,13 +42,14 @@ def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
     return table_of(directory, metadata, tensors_below(metadata, choose_weights(metadata, key, directory)))
 
 
-def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str]) -> ForeignTable:
-    """Build the table of some of the tensors in a directory.
+def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str], folder: str = "") -> ForeignTable:
+    """Build the table of some of the tensors in a directory, or in a folder of it.
 
     Args:
-        directory: The directory.
-        metadata: Its metadata.
+        directory: The directory of the table.
+        metadata: The metadata in it, or in the folder.
         names: Name in the table -> joined name.
+        folder: The folder; empty: the directory itself.
 
     Raises:
         InvalidArgumentError: A tensor is in too many pieces.
@@ -65,62 +63,31 @@ def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str]) ->
             by_file[chunk.file].append((name, chunk))
     runs: dict[str, list[ByteRun]] = {name: [] for name in chosen}
     records: list[StoredRecord] = []
-    sizes: dict[str, int] = {}
+    identities: dict[str, Identity] = {}
     layouts: dict[bytes, ItemLayout] = {}
-    left = _MOST_PIECES
-    for file, chunks in sorted(by_file.items()):
-        with open_items(directory, file, layouts) as items:
-            sizes[file] = items.size
+    of_chunks = ChunkRuns(directory)
+    inner = os.path.join(directory, folder) if folder else directory
+    for name_in_folder, chunks in sorted(by_file.items()):
+        file = f"{folder}/{name_in_folder}" if folder else name_in_folder
+        with open_items(inner, name_in_folder, layouts) as items:
+            identities[file] = items.identity
             for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
                 tensor = chosen[name]
                 found = items.find(names[name], chunk, tensor.dtype)
-                pieces = list(islice(_runs_of(file, found, tensor, chunk), left + 2))
-                left -= len(pieces) - 1
-                if left < 0:
-                    raise InvalidArgumentError(
-                        f"'{os.path.join(directory, file)}' has tensor '{names[name]}' in too many pieces: more than "
-                        f"{_MOST_PIECES:,}. Nothing was loaded. Save it contiguous(), or cut in its first dimension.",
-                        path=directory,
-                        fqn=name,
-                    )
-                runs[name] += pieces
+                runs[name] += of_chunks.find(
+                    names[name], file, found.offset, tensor.dtype, tensor.shape, chunk.offsets, chunk.sizes, found.order
+                )
                 if found.crc32:
                     nbytes = tensor.dtype.itemsize * prod(chunk.sizes)
                     records.append(StoredRecord(file, found.offset, nbytes, found.crc32))
     return ForeignTable(
         directory=directory,
-        framework=f"torch DCP ({count_of(len(sizes), 'file')})",
-        tensors={name: _foreign_tensor(tensor, runs[name]) for name, tensor in chosen.items()},
-        sizes=sizes,
+        framework=f"torch DCP ({count_of(len(identities), 'file')})",
+        tensors={name: joined_tensor(tensor.dtype, tensor.shape, runs[name]) for name, tensor in chosen.items()},
+        sizes={file: identity[2] for file, identity in identities.items()},
+        identities=identities,
         records=tuple(records),
     )
-
-
-def _foreign_tensor(tensor: SavedTensor, runs: Iterable[ByteRun]) -> ForeignTensor:
-    return ForeignTensor(tensor.dtype, tensor.shape, tuple(sorted(runs, key=lambda run: run.start)))
-
-
-def _runs_of(file: str, found: FoundChunk, tensor: SavedTensor, chunk: Chunk) -> Iterator[ByteRun]:
-    """Yield the runs of a chunk.
-
-    Of its dimensions, in the order in which the item has them, the innermost ones make the bytes of a row while the
-    tensor has them in one piece, too. Those around them make rows as long as their distances are equal. There is a run
-    for each index of the others.
-    """
-    steps = [tensor.dtype.itemsize] * len(tensor.shape)
-    for at in reversed(range(len(steps) - 1)):
-        steps[at] = steps[at + 1] * tensor.shape[at + 1]
-    start = sum(begin * step for begin, step in zip(chunk.offsets, steps, strict=True))
-    outer = [(chunk.sizes[at], steps[at]) for at in found.order if chunk.sizes[at] > 1]
-    row_bytes = tensor.dtype.itemsize
-    while outer and outer[-1][1] == row_bytes:
-        row_bytes *= outer.pop()[0]
-    rows, stride = outer.pop() if outer else (1, 0)
-    while outer and outer[-1][1] == rows * stride:
-        rows *= outer.pop()[0]
-    for number, index in enumerate(product(*(range(size) for size, _ in outer))):
-        at = start + sum(one * step for one, (_, step) in zip(index, outer, strict=True))
-        yield ByteRun(file, found.offset + number * rows * row_bytes, row_bytes, at, rows, stride)
 
 
 # Selection of the weights among everything that was saved.

@@ -18,10 +18,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from hfshard.disk.safe_open import identity_of, open_regular
-from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
+from hfshard.errors import DamagedCheckpointError, HfshardError
+from hfshard.foreign.described_values import MALFORMED, pattern_of, reject_other_names
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
-from hfshard.pickles.described_file import DescribedFile, StorageRecord, layout_of, meaning
-from hfshard.pickles.pickle_opcodes import GlobalReference, describe_pickle
+from hfshard.pickles.described_file import DescribedFile, StorageRecord, layout_of
+from hfshard.pickles.pickle_opcodes import describe_pickle
 from hfshard.pickles.pickle_zip import RECORD_MARK
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 
@@ -41,7 +42,10 @@ _MOST_VALUE_BYTES: Final = 64 << 20
 
 _REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 
-_IN_ITEMS: Final = frozenset(
+NEEDED_BY: Final = "a checkpoint of torch.distributed.checkpoint"
+"""For messages."""
+
+_IN_ITEMS: Final = pattern_of(
     (
         *_REBUILT,
         "torch._utils._rebuild_parameter",
@@ -127,7 +131,8 @@ class ItemFile:
     """An open file with items."""
 
     def __init__(self, fd: int, path: str, layouts: dict[bytes, ItemLayout]) -> None:
-        self.size = os.fstat(fd).st_size
+        self.identity = identity_of(os.fstat(fd))
+        self.size = self.identity[2]
         self._fd, self._path = fd, path
         self._layouts = layouts
         self._header: Header | None = None
@@ -150,7 +155,7 @@ class ItemFile:
             record, offset = item.record(f"data/{layout.storage}")
         except HfshardError:
             raise
-        except (struct.error, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (struct.error, *MALFORMED) as error:
             raise self._damaged(fqn, f"its item is not one that torch.save has written ({error!r:.200})") from error
         if (layout.dtype, layout.sizes, record.size) != (dtype, chunk.sizes, nbytes):
             raise self._damaged(
@@ -172,7 +177,7 @@ class ItemFile:
         try:
             item = _Zip(self, begin, length)
             described = describe_pickle(io.BytesIO(item.contents("data.pkl", _MOST_VALUE_BYTES)), self._path)
-        except (struct.error, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (struct.error, *MALFORMED) as error:
             if isinstance(error, HfshardError):
                 raise
             raise self._damaged(fqn, f"its item is not one that torch.save has written ({error!r:.200})") from error
@@ -202,7 +207,7 @@ class ItemFile:
         """Describe the pickle of an item."""
         if raw not in self._layouts:
             described = describe_pickle(io.BytesIO(raw), self._path)
-            reject_other_names(described.names, _IN_ITEMS, self._path)
+            reject_other_names(described.names, _IN_ITEMS, self._path, NEEDED_BY)
             self._layouts[raw] = _layout(described.value)
         return self._layouts[raw]
 
@@ -340,18 +345,6 @@ def read_safetensors_header(fd: int, path: str) -> Header:
     size = os.fstat(fd).st_size
     length = read_header_length(os.pread(fd, LENGTH_BYTES, 0), size, path)
     return parse_header(os.pread(fd, length, LENGTH_BYTES), size, path)
-
-
-def reject_other_names(names: frozenset[str], admitted: frozenset[str], path: str) -> None:
-    """Reject a pickle that names a class or function which it does not need."""
-    for name in sorted(names - admitted):
-        if not isinstance(meaning(GlobalReference(name)), torch.dtype):
-            raise UnsafePickleError(
-                f"'{path}' asks for '{name}', which no checkpoint of torch.distributed.checkpoint needs. Nothing of it "
-                "was run, and nothing was loaded. Do not use it unless you know its origin.",
-                path=path,
-                actual=name,
-            )
 
 
 def damaged_dcp(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:

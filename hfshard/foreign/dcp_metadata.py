@@ -18,13 +18,20 @@ import torch
 from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import open_regular
 from hfshard.errors import HfshardError, InvalidArgumentError, UnsafePathError
-from hfshard.foreign.dcp_items import Chunk, damaged_dcp, reject_other_names
+from hfshard.foreign.dcp_items import NEEDED_BY, Chunk, damaged_dcp
+from hfshard.foreign.described_values import (
+    MALFORMED,
+    parse_count,
+    parse_shape,
+    parse_state,
+    parse_text,
+    pattern_of,
+    reject_other_names,
+)
 from hfshard.format.file_names import is_safe_file_name
+from hfshard.format.parts_of_ranks import DCP_METADATA
 from hfshard.pickles.described_file import meaning
 from hfshard.pickles.pickle_opcodes import DescribedObject, describe_pickle
-
-METADATA: Final = ".metadata"
-"""The file by which a directory of DCP is known."""
 
 _MOST_METADATA_BYTES: Final = 1 << 30
 """Limit of that file: a chunk takes about 150 bytes in it."""
@@ -35,7 +42,7 @@ _PROPERTIES: Final = (
     f"{_CLASSES}TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",  # before torch 2.3
 )
-_ADMITTED: Final = frozenset(
+_ADMITTED: Final = pattern_of(
     (
         *(f"{_CLASSES}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
         *(f"{_CLASSES}{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
@@ -91,29 +98,29 @@ def read_metadata(directory: str) -> DcpMetadata:
         InvalidArgumentError: It was saved with transforms.
         UnsafePathError, DamagedCheckpointError: It is missing, incomplete, or names a file outside of the directory.
     """
-    path = os.path.join(directory, METADATA)
+    path = os.path.join(directory, DCP_METADATA)
     with os.fdopen(open_regular(path, directory), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MOST_METADATA_BYTES:
             raise damaged_dcp(path, f"it has {size:,} bytes, and at most {_MOST_METADATA_BYTES:,} are read")
         described = describe_pickle(io.BytesIO(file.read(size)), path)
-    reject_other_names(described.names, _ADMITTED, path)
+    reject_other_names(described.names, _ADMITTED, path, NEEDED_BY)
     try:
-        state = _state_of(described.value, f"{_CLASSES}Metadata")
+        state = parse_state(described.value, f"{_CLASSES}Metadata")
         places = _places_of(state["storage_data"], directory)
         tensors = {}
         values = {}
         for fqn, one in _items_of(state["state_dict_metadata"]):
             if one.name != f"{_CLASSES}BytesStorageMetadata":
-                tensors[_text(fqn)] = _described_tensor(_text(fqn), one, places)
-            elif (place := places.get((_text(fqn), None))) is not None:
+                tensors[parse_text(fqn)] = _described_tensor(parse_text(fqn), one, places)
+            elif (place := places.get((parse_text(fqn), None))) is not None:
                 values[fqn] = SavedItem(*place)
             else:
                 raise ValueError(f"the value '{fqn}' is in no file")
-        keys = {_text(fqn): _path(path) for fqn, path in _items_of(state.get("planner_data") or {})}
+        keys = {parse_text(fqn): _path(path) for fqn, path in _items_of(state.get("planner_data") or {})}
     except HfshardError:
         raise
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise damaged_dcp(path, f"it does not describe a checkpoint as torch does ({error!r:.200})") from error
     return DcpMetadata(tensors, values, {fqn: keys.get(fqn) or (fqn,) for fqn in (*tensors, *values)})
 
@@ -122,8 +129,8 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
     """Return (joined name, offsets of a chunk) -> (file, begin, length) of its item."""
     places = {}
     for index, info in _items_of(value):
-        of_item = _state_of(info, _STORAGE_INFO)
-        of_chunk = _state_of(index, f"{_CLASSES}MetadataIndex")
+        of_item = parse_state(info, _STORAGE_INFO)
+        of_chunk = parse_state(index, f"{_CLASSES}MetadataIndex")
         if transforms := of_item.get("transform_descriptors"):
             raise InvalidArgumentError(
                 f"'{directory}' was saved with transforms ({shorten_list(list(map(str, transforms)), 3)}), so that its "
@@ -131,34 +138,34 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
                 path=directory,
             )
         offset = of_chunk.get("offset")
-        at = None if offset is None else _size(offset)
-        found = _text(of_item["relative_path"]), _number(of_item["offset"]), _number(of_item["length"])
+        at = None if offset is None else parse_shape(offset)
+        found = parse_text(of_item["relative_path"]), parse_count(of_item["offset"]), parse_count(of_item["length"])
         if not is_safe_file_name(found[0]):
             raise UnsafePathError(
-                f"'{os.path.join(directory, METADATA)}' names the file {found[0]!r:.200}, which is outside of its "
+                f"'{os.path.join(directory, DCP_METADATA)}' names the file {found[0]!r:.200}, which is outside of its "
                 "directory. Do not load it unless you know its origin.",
                 path=directory,
                 actual=found[0],
             )
-        places[_text(of_chunk["fqn"]), at] = found
+        places[parse_text(of_chunk["fqn"]), at] = found
     return places
 
 
 def _described_tensor(
     fqn: str, described: DescribedObject, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 ) -> SavedTensor:
-    state = _state_of(described, f"{_CLASSES}TensorStorageMetadata")
+    state = parse_state(described, f"{_CLASSES}TensorStorageMetadata")
     properties = state["properties"]
     if properties.name not in _PROPERTIES:
         raise TypeError(properties.name)
     dtype = meaning(properties.state[0])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"'{fqn}' has no dtype")
-    shape = _size(state["size"])
+    shape = parse_shape(state["size"])
     chunks = []
     for one in state["chunks"]:
-        of_chunk = _state_of(one, f"{_CLASSES}ChunkStorageMetadata")
-        offsets, sizes = _size(of_chunk["offsets"]), _size(of_chunk["sizes"])
+        of_chunk = parse_state(one, f"{_CLASSES}ChunkStorageMetadata")
+        offsets, sizes = parse_shape(of_chunk["offsets"]), parse_shape(of_chunk["sizes"])
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a chunk of '{fqn}' has other dimensions")
         if any(begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)):
@@ -171,13 +178,6 @@ def _described_tensor(
     return SavedTensor(dtype, shape, tuple(chunks))
 
 
-def _state_of(value: Any, name: str) -> dict[str, Any]:
-    """Return the attributes of an object of a class."""
-    if not isinstance(value, DescribedObject) or value.name != name or not isinstance(value.state, dict):
-        raise TypeError(f"no {name.rpartition('.')[2]}")
-    return value.state
-
-
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """Return the items of a dict, or of an OrderedDict that was described."""
     if isinstance(value, DescribedObject) and value.name == "collections.OrderedDict":
@@ -186,26 +186,7 @@ def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     return items
 
 
-def _size(value: Any) -> tuple[int, ...]:
-    numbers = value.arguments[0] if isinstance(value, DescribedObject) and value.name == "torch.Size" else value
-    if not isinstance(numbers, tuple):
-        raise TypeError("no torch.Size")
-    return tuple(map(_number, numbers))
-
-
 def _path(value: Any) -> tuple[str | int, ...]:
     if not isinstance(value, tuple | list) or not all(isinstance(key, str) or type(key) is int for key in value):
         raise TypeError("keys that are neither text nor numbers")
     return tuple(value)
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError("a number of bytes or elements that is none")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a name that is not text")
-    return value

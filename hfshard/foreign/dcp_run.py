@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,11 +21,13 @@ import torch
 from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafePickleError
+from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_directory import candidates, choose_weights, table_of, tensors_below
 from hfshard.foreign.dcp_items import open_items
-from hfshard.foreign.dcp_metadata import METADATA, SavedItem, read_metadata
+from hfshard.foreign.dcp_metadata import SavedItem, read_metadata
 from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
+from hfshard.format.parts_of_ranks import DCP_METADATA
 from hfshard.pickles.described_file import reject_code
 from hfshard.pickles.plain_values import PlainValues, read_plain_file
 from hfshard.shards.ranged_shard import read_full_tensors
@@ -50,15 +52,21 @@ class _Stored:
 
 
 def read_dcp_run(
-    directory: str, key: str | None = None, *, optimizer_key: str | None = None, optimizer_directory: str | None = None
+    directory: str,
+    key: str | None = None,
+    *,
+    optimizer_key: str | None = None,
+    folder: str = "",
+    optimizer_folder: str | None = None,
 ) -> ForeignRun:
     """Read a run without reading its tensors, except for those of other values; weights alone have no other values.
 
     Args:
-        directory: The directory with `.metadata`.
+        directory: The directory with `.metadata`, or above it.
         key: The key of the weights, as in `read_dcp_directory`.
         optimizer_key: The key of the optimizer; None: there must be only one.
-        optimizer_directory: The directory that has the optimizer; None: the same.
+        folder: The folder of the directory that has the model; empty: the directory itself.
+        optimizer_folder: The one that has the optimizer; None: the same.
 
     Raises:
         CheckpointNotFoundError, AmbiguousWeightsError: There are no weights, or several sets of them.
@@ -66,11 +74,11 @@ def read_dcp_run(
         UnsafePickleError: An item asks for anything but plain data. Nothing of it was run.
         UnsafePathError, DamagedCheckpointError: A file is missing, incomplete, or outside of the directory.
     """
-    saved = _SavedDirectory(directory)
-    chosen_key = choose_weights(saved.metadata, key, directory)
+    saved = _SavedDirectory(directory, folder)
+    chosen_key = choose_weights(saved.metadata, key, saved.path)
     names = tensors_below(saved.metadata, chosen_key)
-    weights = table_of(directory, saved.metadata, names)
-    other = saved if optimizer_directory is None else _SavedDirectory(optimizer_directory)
+    weights = saved.table(names)
+    other = saved if optimizer_folder is None else _SavedDirectory(directory, optimizer_folder)
     found = other.optimizers(set(names.values()) if other is saved else set())
     chosen = next(iter(found), None) if optimizer_key is None else optimizer_key
     if chosen not in {None, *found} or (optimizer_key is None and len(found) > 1):
@@ -92,8 +100,8 @@ def read_dcp_run(
     for part in chosen_key.split(".")[:-1]:  # what is next to the weights
         inner = extra.pop(part, {})
         extra |= inner if isinstance(inner, dict) else {part: inner}
-    if os.path.isfile(meta := os.path.join(directory, _META)):
-        more = read_plain_file(meta, directory, strict=False, verify="full")
+    if os.path.isfile(meta := os.path.join(saved.path, _META)):
+        more = read_plain_file(meta, saved.path, strict=False, verify="full")
         files[meta] = more.identity
         value = more.copied(more.value, _META)
         extra |= value if isinstance(value, dict) else {}
@@ -101,20 +109,25 @@ def read_dcp_run(
 
 
 class _SavedDirectory:
-    """A directory, and the values that are read from it."""
+    """A directory, or a folder of it, and the values that are read from it."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, directory: str, folder: str) -> None:
+        self.directory, self.folder = directory, folder
+        self.path = path = os.path.join(directory, folder) if folder else directory
         self.files: dict[str, Identity] = {}
-        self._note(METADATA)
+        self._note(DCP_METADATA)
         self.metadata = read_metadata(path)
-        chunks = (chunk for tensor in self.metadata.tensors.values() for chunk in tensor.chunks)
-        for file in sorted({one.file for one in (*chunks, *self.metadata.values.values())}):
+        files = {chunk.file for tensor in self.metadata.tensors.values() for chunk in tensor.chunks}
+        for file in sorted(files | {item.file for item in self.metadata.values.values()}):
             self._note(file)
 
-    def optimizers(self, weights: Iterable[str]) -> dict[str, dict[Path, str]]:
+    def table(self, names: Mapping[str, str]) -> ForeignTable:
+        """Return the table of some tensors, as `table_of` does."""
+        return table_of(self.directory, self.metadata, names, self.folder)
+
+    def optimizers(self, weights: Collection[str]) -> dict[str, dict[Path, str]]:
         """Find the optimizers: key -> keys of a value in the optimizer -> joined name."""
-        others = {fqn: path for fqn, path in self.metadata.paths.items() if fqn not in set(weights)}
+        others = {fqn: path for fqn, path in self.metadata.paths.items() if fqn not in weights}
         matches = (_GROUPS.match(_text(path)) for path in others.values())
         found: dict[str, dict[Path, str]] = {key: {} for key in sorted({one[1] or "" for one in matches if one})}
         for fqn, path in others.items():
@@ -130,13 +143,13 @@ class _SavedDirectory:
         tree = self._tree(paths)
         is_flat = tree.keys().isdisjoint({"state", "param_groups"})
         state, groups = self._flat(tree) if is_flat else self._nested(tree)
-        owned = [name for group in groups for name in group.parameters]
-        if unknown := [name for name in state if name not in set(owned)]:
+        counts = Counter(name for group in groups for name in group.parameters)
+        if unknown := [name for name in state if name not in counts]:
             raise self._damaged(
                 f"its optimizer has a state of '{unknown[0]}', which is in no group. With FSDP1, groups chosen "
                 "by the shapes of parameters differ between ranks: choose them by name"
             )
-        if twice := [name for name, count in Counter(owned).items() if count > 1]:
+        if twice := [name for name, count in counts.items() if count > 1]:
             raise self._damaged(f"its optimizer has '{twice[0]}' in two groups")
         tensors: dict[str, str] = {}
         slots: dict[str, dict[str, Any]] = {}
@@ -153,7 +166,7 @@ class _SavedDirectory:
                     )
                 else:
                     slots.setdefault(name, {})[slot] = value
-        return ForeignOptimizer(table_of(self.path, self.metadata, tensors), groups, slots, has_groups=not is_flat)
+        return ForeignOptimizer(self.table(tensors), groups, slots, has_groups=not is_flat)
 
     def values(self, paths: Mapping[Path, str]) -> dict[str, Any]:
         """Read values, nested as they were saved, with their tensors in memory."""
@@ -254,7 +267,7 @@ class _SavedDirectory:
         names = [one.fqn for one in _stored_in(tree)]
         if not names:
             return tree
-        shard = ForeignShard(table_of(self.path, self.metadata, {fqn: fqn for fqn in names}))
+        shard = ForeignShard(self.table({fqn: fqn for fqn in names}))
         try:
             tensors = read_full_tensors([(shard, list(shard.header.tensors))], torch.device("cpu"))
         finally:

@@ -78,36 +78,38 @@ _SHOWN: Final = 8
 """The most names in a message."""
 
 
-def read_deepspeed(directory: str, *, masters: bool = True) -> ForeignTable:
+def read_deepspeed(directory: str, tag: str | None = None, *, masters: bool = True) -> ForeignTable:
     """Read where the weights and buffers of a DeepSpeed checkpoint are; of them, no byte is read.
 
     Args:
         directory: The folder of a tag, or the one above it.
-        masters: Return the float32 masters, where there are any. False: the weights as they were trained, which ZeRO-3
-            does not save, so that it returns the masters.
+        tag: The result of `find_tag` for it; None: not known yet.
+        masters: Return the float32 masters, where there are any. False: the weights as they were trained.
 
     Raises:
         CheckpointNotFoundError: There are no files of DeepSpeed.
         AmbiguousWeightsError: There are several tags, and none is the latest.
-        InvalidArgumentError: The parts cannot be joined: experts, tensor parallel slices, and others, by name.
+        InvalidArgumentError: The parts cannot be joined: experts, tensor parallel slices, and others, by name. Or the
+            weights as trained are wanted of ZeRO-3, which does not save them.
         MissingShardError: A rank's file is missing.
         DamagedCheckpointError: The files don't fit together, or are not as DeepSpeed writes them.
         UnsafePickleError, UnsafePathError: A file names what no checkpoint needs, or leads out of the directory.
     """
-    return _Reader(directory, _tag_of(directory), masters).read()
+    return _Reader(directory, _tag_of(directory) if tag is None else tag, masters).read()
 
 
-def read_deepspeed_run(directory: str) -> ForeignRun:
+def read_deepspeed_run(directory: str, tag: str | None = None) -> ForeignRun:
     """Read a run of DeepSpeed by names: masters, the optimizer's state, and what the model's file has besides weights.
 
     Args:
-        directory: As in `read_deepspeed`.
+        directory, tag: As in `read_deepspeed`.
 
     Raises:
         InvalidArgumentError: The optimizer's state is by position, or not one value for each element.
         What `read_deepspeed` raises.
     """
-    return _Reader(directory, _tag_of(directory), masters=True, with_state=True).read_run()
+    tag = _tag_of(directory) if tag is None else tag
+    return _Reader(directory, tag, masters=True, with_state=True).read_run()
 
 
 def _tag_of(directory: str) -> str:
@@ -136,7 +138,7 @@ def find_tag(directory: str) -> str | None:
         return ""
     try:
         folders = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     tags = [name for name in folders if _has_states(os.path.join(directory, name))]
     if not tags:
@@ -250,7 +252,8 @@ class _Reader:
             directory=self.directory,
             framework=f"DeepSpeed {self.kind}" + (f", {len(states)} pipeline stages" if len(states) > 1 else ""),
             tensors=self.tensors,
-            sizes=self.files.sizes,
+            sizes={file: identity[2] for file, identity in self.files.identities.items()},
+            identities=self.files.identities,
             aliases=self.aliases,
             records=self.files.records,
         )
@@ -271,7 +274,7 @@ class _Reader:
         return ForeignRun(
             weights=weights,
             optimizer=None if table is None else ForeignOptimizer(table, tuple(self.groups), self.slots),
-            files=self.files.identities,
+            files={os.path.join(self.directory, file): one for file, one in self.files.identities.items()},
             step=progress.step,
             parts=_parts(progress, self.scaler),
             extra=progress.client,
@@ -365,7 +368,13 @@ class _Reader:
             self.kind = "universal checkpoint"
         elif not is_partitioned:
             self.kind = "ZeRO without masters"
-        if not self.masters and not is_partitioned and (first.weights is not None or self.layers):
+        if not self.masters:
+            if is_partitioned or (first.weights is None and not self.layers):
+                raise InvalidArgumentError(
+                    f"'{self.folder}' has no weights as they were trained: DeepSpeed has saved the float32 masters "
+                    "alone. Leave out key='module', and cast them: hfshard convert --dtype bfloat16.",
+                    path=self.folder,
+                )
             return {}
         is_reordered = bool(first.settings.get(_ROUND_ROBIN)) and not is_partitioned
         if self.is_universal:
@@ -502,11 +511,13 @@ class _Reader:
             self.slots |= dict.fromkeys(shapes, counts)
 
     def _add_universal_state(self, groups: Sequence[Shapes], models: ModelStates) -> None:
-        options, self.scaler = self.files.read_universal_state(self._path(f"{_UNIVERSAL}/{_STATE}"))
-        if len(options) != len(groups):
+        state = self.files.read_universal_state(self._path(f"{_UNIVERSAL}/{_STATE}"))
+        self.scaler = state.scaler
+        if len(state.groups) != len(groups):
             raise damaged(self.folder, f"'{_STATE}' has other groups than '{models.file}'")
-        for shapes, own in zip(groups, options, strict=True):
-            self._add_group(shapes, own, {})
+        for shapes, own in zip(groups, state.groups, strict=True):
+            numbers = _numbers(own, self.folder, state)
+            self._add_group(shapes, own, state.counts.get(numbers[0], {}) if numbers else {})
             for name, shape in shapes.items():
                 counts = dict(self.slots.get(name, {}))
                 folder = f"{_UNIVERSAL}/{name}" if is_safe_file_name(name) else _UNIVERSAL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,18 @@ from typing import Any, Final, TypeVar
 import torch
 
 from hfshard.disk.safe_open import Identity
-from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, UnsafePickleError
+from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTensor, StoredRecord
-from hfshard.pickles.described_file import DescribedFile, DescribedTensor, described_file, meaning
+from hfshard.foreign.described_values import (
+    MALFORMED,
+    parse_count,
+    parse_dict,
+    parse_shape,
+    parse_text,
+    pattern_of,
+    reject_other_names,
+)
+from hfshard.pickles.described_file import DescribedFile, DescribedTensor, described_file
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
 from hfshard.pickles.plain_values import PlainValues
 
@@ -22,8 +30,8 @@ Value = TypeVar("Value")
 Shapes = Mapping[str, tuple[int, ...]]
 """Name of a parameter -> its shape."""
 
-_OBJECTS: Final = frozenset(
-    {
+_ADMITTED: Final = pattern_of(
+    (
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -39,28 +47,20 @@ _OBJECTS: Final = frozenset(
         "torch.storage.UntypedStorage",
         "argparse.Namespace",
         "types.SimpleNamespace",
-    }
-)
-"""DeepSpeed's own classes, and plain data in a user's `client_state`, a scheduler's state and the settings."""
-
-_KINDS: Final = re.compile(
+    ),
     r"torch\.[A-Za-z0-9]+Storage|torch\._utils\._rebuild_(?:tensor|parameter)\w*"
     r"|collections\.(?:OrderedDict|defaultdict|Counter|deque)|_codecs\.encode"
     r"|builtins\.(?:dict|list|set|frozenset|bytearray|complex|int|float|bool|str|slice|range|getattr)"
     r"|torch\.optim\.lr_scheduler\.[\w.]+"
     r"|numpy\.(?:ndarray|dtype|(?:_core|core)\.multiarray\.(?:_reconstruct|scalar))"
-    r"|pathlib\.(?:_local\.)?(?:Pure)?(?:Posix|Windows)?Path"
+    r"|pathlib\.(?:_local\.)?(?:Pure)?(?:Posix|Windows)?Path",
 )
-"""The same, of which there are many; `getattr` and the scheduler are what a bound method of OneCycleLR is saved as."""
+"""DeepSpeed's own classes, and plain data in a user's `client_state`, a scheduler's state and the settings. A
+scheduler and `getattr` are what a bound method of OneCycleLR is saved as."""
 
 _STAGE_CLASS: Final = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES: Final = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 """Names by which Python 3.11 saves the class's members; other versions save their numbers."""
-_MOST_DIMENSIONS: Final = 64
-"""As many as torch allows."""
-_NUMBER_BITS: Final = 63
-"""Of a size; a file may have numbers of any length."""
-_MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +179,8 @@ class StateFiles:
             directory: It must contain them, and what they link to.
         """
         self.directory = directory
-        self.sizes: dict[str, int] = {}
-        """File -> bytes."""
         self.identities: dict[str, Identity] = {}
-        """Path of each file that was read -> its identity."""
+        """File -> what it was when it was described."""
         self._records: dict[tuple[str, int], StoredRecord] = {}
 
     @property
@@ -209,21 +207,21 @@ class StateFiles:
             return ModelStates(
                 file=name,
                 version=_text(value.get("ds_version")),
-                weights=None if value.get("module") is None else pieces(_named(value["module"])),
+                weights=None if value.get("module") is None else pieces(parse_dict(value["module"])),
                 buffers=frozenset(_text(one) or "" for one in value.get("buffer_names") or ()),
                 groups=None if groups is None else _distinct(_shapes, groups),
                 frozen_shapes=_shapes(value.get("frozen_param_shapes") or {}),
-                frozen=pieces(_named(value.get("frozen_param_fragments") or {})),
-                shared={name: str(_text(one)) for name, one in _named(value.get("shared_params") or {}).items()},
+                frozen=pieces(parse_dict(value.get("frozen_param_fragments") or {})),
+                shared={name: str(_text(one)) for name, one in parse_dict(value.get("shared_params") or {}).items()},
                 settings=settings if isinstance(settings, dict) else {},
                 model_ranks=value["mp_world_size"] if type(value.get("mp_world_size")) is int else None,
-                tensor_ranks=_count(parallel["tp_degree"]) if isinstance(parallel, dict) else 1,
+                tensor_ranks=parse_count(parallel["tp_degree"]) if isinstance(parallel, dict) else 1,
             )
 
     def read_optimizer(self, name: str) -> OptimizerStates:
         """Read a rank's file of masters; see `read_model`."""
         with self._described(name) as (file, pieces):
-            value = _named(file.value["optimizer_state_dict"])
+            value = parse_dict(file.value["optimizer_state_dict"])
             stage = None if value.get("zero_stage") is None else _stage(value["zero_stage"])
             flat = value["fp32_flat_groups"] if stage == 3 else value["single_partition_of_fp32_groups"]
             counts = value["partition_count"]
@@ -232,7 +230,7 @@ class StateFiles:
                 file=name,
                 version=_text(file.value.get("ds_version", value.get("ds_version"))),
                 stage=stage,
-                counts=tuple(map(_count, _list(counts))) if isinstance(counts, list) else (_count(counts),),
+                counts=tuple(map(parse_count, _list(counts))) if isinstance(counts, list) else (parse_count(counts),),
                 masters=tuple(pieces(dict(enumerate(_list(flat)))).values()),
                 gaps=None if gaps is None else tuple(_list(gaps)),
                 slices=_distinct(_slices, value.get("param_slice_mappings") or []),
@@ -243,13 +241,13 @@ class StateFiles:
     def read_layer(self, name: str) -> Mapping[str, Piece]:
         """Read the file of a pipeline's layer: names in the layer -> tensors; see `read_model`."""
         with self._described(name) as (file, pieces):
-            return pieces(_named(file.value))
+            return pieces(parse_dict(file.value))
 
     def read_universal(self, name: str) -> tuple[Piece, bool]:
         """Read a parameter of a universal checkpoint, and whether padding of its vocabulary was cut off."""
         with self._described(name) as (file, pieces):
             is_bare = isinstance(file.value, DescribedObject) and file.find(file.value) is not None
-            value = {"param": file.value} if is_bare else _named(file.value)
+            value = {"param": file.value} if is_bare else parse_dict(file.value)
             return pieces({"param": value["param"]})["param"], bool(value.get("vocab_tensor"))
 
     def read_state(self, name: str, stage: int | None) -> BaseState:
@@ -263,7 +261,7 @@ class StateFiles:
             InvalidArgumentError: The state has something other than one value for each element, and counts.
         """
         with self._described(name) as (file, pieces):
-            value = _named(file.value["optimizer_state_dict"])
+            value = parse_dict(file.value["optimizer_state_dict"])
             base = value["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
             if isinstance(base, list):
                 raise self._unreadable(name, "was saved with elastic_checkpoint")
@@ -271,22 +269,36 @@ class StateFiles:
             tensors: dict[int, dict[str, Piece]] = {}
             counts: dict[int, dict[str, Any]] = {}
             for number, slots in base["state"].items():
-                flat = {slot: one for slot, one in _named(slots).items() if _is_flat(file, one)}
-                tensors[_count(number)] = pieces(flat)
-                counts[number] = {slot: plain.of(one, slot) for slot, one in slots.items() if slot not in flat}
-                for slot, one in counts[number].items():
-                    if not (isinstance(one, int | None) or (isinstance(one, torch.Tensor) and not one.dim())):
-                        raise self._unreadable(name, f"has '{slot}' in the optimizer's state, a {type(one).__name__}")
-            groups = [_named(plain.of(one, "param_groups")) for one in _list(base["param_groups"])]
+                flat = {slot: one for slot, one in parse_dict(slots).items() if _is_flat(file, one)}
+                tensors[parse_count(number)] = pieces(flat)
+                counts[number] = self._counts(name, {key: one for key, one in slots.items() if key not in flat}, plain)
+            groups = [parse_dict(plain.of(one, "param_groups")) for one in _list(base["param_groups"])]
             return BaseState(name, tensors, counts, tuple(groups), _scaler(value.get("loss_scaler"), plain))
 
-    def read_universal_state(self, name: str) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
-        """Read the groups of a universal checkpoint's optimizer, and the loss scaler's state; see `read_model`."""
+    def _counts(self, name: str, slots: Mapping[str, Any], plain: PlainValues) -> dict[str, Any]:
+        """Return slots that are one number for all elements."""
+        found = {slot: plain.of(one, slot) for slot, one in slots.items()}
+        for slot, one in found.items():
+            if not (isinstance(one, int | None) or (isinstance(one, torch.Tensor) and not one.dim())):
+                raise self._unreadable(name, f"has '{slot}' in the optimizer's state, a {type(one).__name__}")
+        return found
+
+    def read_universal_state(self, name: str) -> BaseState:
+        """Read the groups and counts of a universal checkpoint's optimizer, without tensors; see `read_model`.
+
+        ZeRO-3's has the counts in rank 0's state, the others' have them with the parameters.
+        """
         with self._described(name) as (file, _):
-            value = _named(file.value)
+            value = parse_dict(file.value)
             plain = PlainValues(os.path.join(self.directory, name), file)
-            groups = [_named(plain.of(one, "param_groups")) for one in _list(value["param_groups"])]
-            return tuple(groups), _scaler(value.get("loss_scaler"), plain)
+            groups = [parse_dict(plain.of(one, "param_groups")) for one in _list(value["param_groups"])]
+            state = parse_dict(value.get("optimizer_state_dict") or {}).get("state") or {}
+            counts = {
+                parse_count(number): {slot: one for slot, one in parse_dict(slots).items() if not _is_flat(file, one)}
+                for number, slots in state.items()
+            }
+            counts = {number: self._counts(name, slots, plain) for number, slots in counts.items()}
+            return BaseState(name, {}, counts, tuple(groups), _scaler(value.get("loss_scaler"), plain))
 
     def read_universal_slot(self, name: str) -> Piece | Any:
         """Read one slot of a parameter of a universal checkpoint: a tensor, or a number; see `read_model`."""
@@ -299,11 +311,11 @@ class StateFiles:
     def read_progress(self, name: str) -> Progress:
         """Read what a file of weights has besides them; see `read_model`."""
         with self._described(name) as (file, _):
-            value = _named(file.value)
+            value = parse_dict(file.value)
             plain = PlainValues(os.path.join(self.directory, name), file)
             step = value.get("global_steps")
             return Progress(
-                step=None if step is None else _count(step),
+                step=None if step is None else parse_count(step),
                 scheduler=plain.of(value.get("lr_scheduler"), "lr_scheduler"),
                 client={key: plain.of(one, key) for key, one in value.items() if key not in _OF_ENGINE},
                 has_optimizer=value.get("optimizer") is not None,
@@ -322,9 +334,8 @@ class StateFiles:
         """Describe a file; yield it, and the function that finds the tensors of a dict in it."""
         path = os.path.join(self.directory, name)
         with described_file(path, self.directory) as file:
-            _reject_other_names(file.names, path)
-            self.sizes[name] = file.size
-            self.identities[path] = file.identity
+            reject_other_names(file.names, _ADMITTED, path, "a DeepSpeed checkpoint")
+            self.identities[name] = file.identity
 
             def pieces(value: Mapping[Any, Any]) -> dict[Any, Piece]:
                 found = {}
@@ -350,7 +361,7 @@ class StateFiles:
                 yield file, pieces
             except HfshardError:
                 raise
-            except _MALFORMED as error:
+            except MALFORMED as error:
                 raise damaged(path, f"it is not as DeepSpeed writes it ({error!r:.200})") from error
 
 
@@ -365,28 +376,6 @@ def damaged(
     )
 
 
-def _reject_other_names(names: frozenset[str], path: str) -> None:
-    for name in sorted(names):
-        is_dtype = isinstance(meaning(GlobalReference(name)), torch.dtype)
-        if name not in _OBJECTS and not _KINDS.fullmatch(name) and not is_dtype:
-            raise UnsafePickleError(
-                f"'{path}' asks for '{name}', which is nothing a DeepSpeed checkpoint needs. Nothing of it was run, "
-                "and nothing was loaded. If it is an object of your own in client_state, save without it; otherwise do "
-                "not use the file.",
-                path=path,
-                actual=name,
-            )
-
-
-def _named(value: Any) -> dict[str, Any]:
-    found = meaning(value) if isinstance(value, DescribedObject) else value
-    if not isinstance(found, dict):
-        raise TypeError(f"a {type(found).__name__} in place of a dict")
-    if not all(isinstance(name, str) for name in found):
-        raise TypeError("a name that is not text")
-    return found
-
-
 def _is_flat(file: DescribedFile, value: Any) -> bool:
     """Return whether a value is a tensor with dimensions."""
     tensor = file.find(value) if isinstance(value, DescribedObject) else None
@@ -397,7 +386,7 @@ def _scaler(value: Any, plain: PlainValues) -> Mapping[str, Any]:
     """Return the state of the `GradScaler` that would go on like a loss scaler; empty if its scale is fixed."""
     if not isinstance(value, DescribedObject) or not value.name.endswith(".DynamicLossScaler"):
         return {}
-    own = _named(plain.of(value.state, "loss_scaler"))
+    own = parse_dict(plain.of(value.state, "loss_scaler"))
     steps = own["cur_iter"] - own["last_overflow_iter"] - 1
     return {
         "scale": float(own["cur_scale"]),
@@ -414,26 +403,12 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0 or value.bit_length() > _NUMBER_BITS:
-        raise TypeError("a number that is not an int, or negative, or too large")
-    return value
-
-
 def _text(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} in place of text")
-    return value
+    return None if value is None else parse_text(value)
 
 
 def _shapes(value: Any) -> Shapes:
-    shapes = {}
-    for name, one in _named(value).items():
-        numbers = one.arguments[0] if isinstance(one, DescribedObject) and one.name == "torch.Size" else one
-        if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMENSIONS:
-            raise TypeError(f"a {type(numbers).__name__} in place of a shape")
-        shapes[name] = tuple(map(_count, numbers))
-    return shapes
+    return {name: parse_shape(one) for name, one in parse_dict(value).items()}
 
 
 def _distinct(parse: Callable[[Any], Mapping[str, Value]], groups: Any) -> tuple[Mapping[str, Value], ...]:
@@ -458,13 +433,16 @@ def _stage(value: Any) -> int:
     elif isinstance(value, DescribedObject) and value.name == "builtins.getattr":
         owner, name = value.arguments
         value = _STAGES[name] if owner == GlobalReference(_STAGE_CLASS) else None
-    if _count(value) not in _STAGES.values():
+    if parse_count(value) not in _STAGES.values():
         raise ValueError(f"stage {value} of ZeRO")
     return int(value)
 
 
 def _slices(value: Any) -> Mapping[str, tuple[int, int]]:
-    return {name: (_count(one.state["numel"]), _count(one.state["start"])) for name, one in _named(value).items()}
+    return {
+        name: (parse_count(one.state["numel"]), parse_count(one.state["start"]))
+        for name, one in parse_dict(value).items()
+    }
 
 
 def _steps(file: DescribedFile, optimizer: Any) -> dict[tuple[str, Any], Any]:

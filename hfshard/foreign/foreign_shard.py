@@ -227,7 +227,8 @@ class _RunReader:
         fd = open_or_evict(open_file)
         self._identities[file] = identity_of(os.fstat(fd))
         self._files[file] = PooledFile(fd, partial(self._open_again, file))
-        if self._identities[file][2] != size:
+        identity = self._identities[file]
+        if identity[2] != size or identity != self._table.identities.get(file, identity):
             raise self._changed(file)
 
     def _open_again(self, file: str) -> int:

@@ -19,6 +19,9 @@ _BIN_INDEX: Final = re.compile(r"[^.]+\.bin\.index\.")
 MODEL_BASE: Final = "model"
 """The beginning of the names of a model's files; config.json refers to these only."""
 
+DIFFUSERS_BASE: Final = "diffusion_pytorch_model"
+"""The same of a model of diffusers; its pickled weights begin with it, too."""
+
 _NO_NAMES: Final = frozenset(("", ".", ".."))
 """Parts of a path that are not names."""
 
@@ -43,15 +46,16 @@ class WeightNames:
         self.index = f"{base}{SAFETENSORS_SUFFIX}.index{infix}.json"
         self.hub_index = f"{self.stem}{SAFETENSORS_SUFFIX}{INDEX_SUFFIX}"
         """The index's name by huggingface_hub, which places a variant elsewhere; only read, never written."""
-        self.bin_single = f"pytorch_{base}{infix}{BIN_SUFFIX}"
-        self.bin_index = f"pytorch_{base}{BIN_SUFFIX}.index{infix}.json"
+        bin_base = base if base == DIFFUSERS_BASE else f"pytorch_{base}"
+        self.bin_single = f"{bin_base}{infix}{BIN_SUFFIX}"
+        self.bin_index = f"{bin_base}{BIN_SUFFIX}.index{infix}.json"
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
         stem = re.escape(self.stem)
         self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}(?:-[0-9a-f]{{16}}|{_OF_SAVE})?\.safetensors")
         self._renamed_shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}-[0-9a-f]{{16}}\.safetensors")
         self._stored_index = re.compile(re.escape(self.index.removesuffix(".json")) + rf"{_OF_SAVE}\.json")
         self._stock_shard = re.compile(rf"{stem}-(\d{{5}})-of-(\d{{5}})\.safetensors")
-        self._bin_shard = re.compile(rf"pytorch_{stem}-\d{{5,}}-of-\d{{5,}}\.bin")
+        self._bin_shard = re.compile(rf"{bin_base}{re.escape(infix)}-\d{{5,}}-of-\d{{5,}}\.bin")
         self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
 
     def shard(self, number: int, count: int) -> str:

@@ -19,7 +19,8 @@ _DEEPSPEED: Final = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|expp_ra
 """DeepSpeed's files in a folder such as `global_step20`: models, optimizers, pipeline layers and experts."""
 
 _DCP: Final = re.compile(r".+\.distcp")
-_DCP_METADATA: Final = ".metadata"
+DCP_METADATA: Final = ".metadata"
+"""The file by which a directory of torch.distributed.checkpoint is known."""
 
 _HF_SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Files of DCP's Hugging Face writer before they are consolidated. None says how many there are, so that a missing one
@@ -168,10 +169,10 @@ def _describe_deepspeed(parts: _Parts) -> str:
 
 def _describe_dcp(parts: _Parts) -> str:
     what = "tensors that torch.distributed.checkpoint (DCP) saved in parts"
-    if _DCP_METADATA in parts.names:
+    if DCP_METADATA in parts.names:
         return parts.describe(what)
     return (
-        f"'{parts.place}' contains {what}{parts.where}, but not '{_DCP_METADATA}', which says where each of them is. "
+        f"'{parts.place}' contains {what}{parts.where}, but not '{DCP_METADATA}', which says where each of them is. "
         "Copy it there: its name begins with a dot, which '*' does not match."
     )
 
@@ -186,15 +187,9 @@ def _describe_hf_shards(parts: _Parts) -> str:
 
 def _describe_rank_files(parts: _Parts) -> str:
     what = "one file per rank, each with parts of the tensors"
-    todo = "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT)."
     if any(name.startswith(_VERL) for name in parts.names):
-        command = ["python", "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        command += ["--local_dir", parts.on_disk(parts.folder), "--target_dir", "OUT"]
-        download = "" if parts.is_directory else "Download it to a directory DIR. "
-        todo = (
-            f"{download}Merge them with verl: {shlex.join(command)} (it unpickles them: run it only if you trust their "
-            "origin). hfshard loads OUT."
-        )
+        return parts.describe(what)
+    todo = "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT)."
     return parts.describe_unreadable(what, todo)
 
 

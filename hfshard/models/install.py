@@ -19,11 +19,12 @@ from hfshard.models.install_settings import (
 from hfshard.models.patching import METHODS, HandlerLookup, Method, patch_method, set_global_handler
 from hfshard.models.small_saves import send_small_saves
 
-_MODELS: Final = "transformers.modeling_utils"
+_BASES: Final = {"transformers.modeling_utils": "PreTrainedModel", "diffusers.models.modeling_utils": "ModelMixin"}
+"""Module -> the class in it whose methods are patched."""
 
 
 def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256", quiet: bool = False) -> Installation:
-    """Make every transformers model in this process save, push and load with hfshard from now on.
+    """Make every model of transformers and diffusers in this process save, push and load with hfshard from now on.
 
     This covers every `save_pretrained`, `push_to_hub` and `from_pretrained` call on a model that reaches
     PreTrainedModel's own method, whether made by Trainer, a pipeline or an Auto class. Arguments, results, file names
@@ -31,10 +32,11 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
     first. transformers still handles what hfshard cannot read or write itself (quantized weights, GGUF, adapters ...)
     and everything that is not a transformers model: tokenizers, processors, configs, other libraries' models. The one
     exception: when a tokenizer, processor or config is saved to a store address, hfshard uploads the files that
-    transformers writes, each on its own.
+    transformers writes, each on its own. Models of diffusers, also as components of a pipeline, are saved by hfshard
+    under diffusers' file names, and loaded by diffusers from files that hfshard has checked.
 
-    Calling it again changes the settings. Forked processes inherit it. It does not import transformers; if
-    transformers is imported later, hfshard takes effect then.
+    Calling it again changes the settings. Forked processes inherit it. It does not import transformers or
+    diffusers; if one is imported later, hfshard takes effect then.
 
     Args:
         verify: What to check before a model is built: "none"; "structure" (names, sizes, headers, fingerprints);
@@ -71,7 +73,7 @@ def install_first(*, verify: Verify = "structure", checksum: Checksum | None = "
 
 
 def uninstall() -> None:
-    """Make transformers save, push and load its models by itself again, however often `install` was called.
+    """Make transformers and diffusers save, push and load models by themselves again, after any number of `install`s.
 
     A call in progress, in this thread or another, ends as it began. Models with `ShardedModelMixin` and hfshard's own
     functions work as they do without `install`.
@@ -84,14 +86,15 @@ def uninstall() -> None:
 
 def _put_in_place() -> None:
     set_global_handler(_stand_in)
-    on_import(_MODELS, _wrap_models)
+    for module in _BASES:
+        on_import(module, _wrap_models)
     send_small_saves()
 
 
 def _wrap_models(module: ModuleType) -> None:
-    base: Any = vars(module).get("PreTrainedModel")
-    if base is not None:
-        for method in METHODS:
+    base: Any = vars(module).get(_BASES[module.__name__])
+    for method in METHODS:
+        if method in vars(base or object):
             patch_method(base, method)
 
 
@@ -100,8 +103,11 @@ def _stand_in() -> HandlerLookup | None:
     if settings is None:
         return None
 
-    def answer(method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        from hfshard.models.installed_methods import HANDLERS  # imports torch and transformers
+    def answer(base: type, method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if base.__name__ == _BASES["diffusers.models.modeling_utils"]:
+            from hfshard.models.diffusers_models import HANDLERS  # imports torch
+        else:
+            from hfshard.models.installed_methods import HANDLERS  # imports torch and transformers
 
         with use_settings(settings):
             return HANDLERS[method](settings, target, *args, **kwargs)

@@ -7,7 +7,6 @@ hfshard does not know, checkpoints that hfshard cannot read, and names that do n
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,7 +19,7 @@ from hfshard.hub.push_files import PushOptions
 from hfshard.models.build import handle_from_pretrained, load_on_ranks
 from hfshard.models.install_settings import Settings
 from hfshard.models.patching import Method, upstream
-from hfshard.models.save_arguments import SAVE_ARGUMENTS
+from hfshard.models.save_arguments import SAVE_ARGUMENTS, stock_shard_size
 from hfshard.models.saver import handle_save_pretrained, push_pretrained_model
 from hfshard.saving.save_request import SaveOptions
 
@@ -64,14 +63,8 @@ def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: A
         return
     if not given.get("is_main_process", True) and not os.path.isfile(given["save_directory"]):
         os.makedirs(given["save_directory"], exist_ok=True)  # every process may write more into it
-    given["max_shard_size"] = _size(given.get("max_shard_size", MAX_SHARD_SIZE))
+    given["max_shard_size"] = stock_shard_size(given.get("max_shard_size", MAX_SHARD_SIZE))
     handle_save_pretrained(**given, **named)
-
-
-def _size(given: Any) -> Any:
-    """Convert any finite number, as transformers accepts, to 1 or more bytes; at 1, each tensor has its own file."""
-    is_number = (isinstance(given, float) and math.isfinite(given)) or type(given) is int
-    return max(1, int(given)) if is_number else given
 
 
 def _push(
@@ -85,7 +78,7 @@ def _push(
     **kwargs: Any,
 ) -> Any:
     """Push in place of PreTrainedModel's `push_to_hub`."""
-    saving = {"max_shard_size": _size(max_shard_size), "checksum": settings.checksum, "headers_count": False}
+    saving = {"max_shard_size": stock_shard_size(max_shard_size), "checksum": settings.checksum, "headers_count": False}
     pushing = {name: value for name, value in kwargs.items() if name in _PUSHING}
     unknown = {name: value for name, value in kwargs.items() if name not in _PUSHING | _IGNORED}
     return push_pretrained_model(model, repo_id, tags, saving, pushing, unknown)

@@ -1,7 +1,7 @@
-"""Patches of PreTrainedModel's methods, below every override of a subclass.
+"""Patches of the methods of PreTrainedModel and of diffusers' ModelMixin, below every override of a subclass.
 
 Each is placed once and stays. It handles the call that hfshard has in progress in this thread, and every call if
-hfshard is installed; otherwise it calls the original. This file imports neither torch nor transformers.
+hfshard is installed; otherwise it calls the original. This file imports neither torch nor transformers nor diffusers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
 METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")
 Answer = Callable[..., Any]
 HandlerLookup = Callable[..., Any]
-"""Replacement of a method: it gets the method's name, the class or the model, and the arguments."""
+"""Replacement of a method: it gets the base, the method's name, the class or the model, and the arguments."""
 
 _MARK: Final = "_answers_for_hfshard"
 """The attribute that marks hfshard's functions; `functools.wraps` copies it to wrappers of other libraries."""
 _THEIRS: Final = "_before_hfshard"
-"""The attribute of PreTrainedModel that keeps the original functions by method name."""
+"""The attribute of a base that keeps the original functions by method name."""
 _placing: Final = ForkSafeLock()
 
 
@@ -60,10 +60,10 @@ def set_global_handler(find: Callable[[], HandlerLookup | None]) -> None:
 
 
 def patch_method(base: Any, method: Method) -> None:
-    """Replace PreTrainedModel's function with hfshard's, unless it is in place already, even below others' patches.
+    """Replace a base's function with hfshard's, unless it is in place already, even below others' patches.
 
     Args:
-        base: PreTrainedModel.
+        base: PreTrainedModel, or ModelMixin.
         method: The method to replace.
     """
     with _placing.held():
@@ -80,7 +80,7 @@ def patch_method(base: Any, method: Method) -> None:
 
 
 def upstream(method: Method, model_class: type) -> Answer:
-    """Return PreTrainedModel's original function, which hfshard's own calls use.
+    """Return the original function of a class's base, which hfshard's own calls use.
 
     Args:
         method: The method.
@@ -95,11 +95,11 @@ def _standing_in(base: type, method: Method, target: Any) -> Answer | None:
     stand_in = _find_stand_in[0]() if _find_stand_in else None
     if stand_in is None or not issubclass(target if isinstance(target, type) else type(target), base):
         return None  # or the function was called with an object that is not a model
-    return functools.partial(stand_in, method, target)
+    return functools.partial(stand_in, base, method, target)
 
 
 def _answering(base: type, method: Method, original: Answer) -> Answer:
-    """Wrap transformers' function, which runs unless hfshard has this call in progress or replaces all calls."""
+    """Wrap a base's function, which runs unless hfshard has this call in progress or replaces all calls."""
 
     @functools.wraps(original)
     def answered(target: Any, *args: Any, **kwargs: Any) -> Any:

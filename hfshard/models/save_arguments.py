@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -40,6 +41,12 @@ _DEFAULTS: Final[dict[str, Any]] = {
 def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the arguments that have their default values: an override of the class may not know them."""
     return {name: value for name, value in arguments.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+
+
+def stock_shard_size(given: Any) -> Any:
+    """Convert any finite number, as transformers accepts, to 1 or more bytes; at 1, each tensor has its own file."""
+    is_number = (isinstance(given, float) and math.isfinite(given)) or type(given) is int
+    return max(1, int(given)) if is_number else given
 
 
 def check_save_arguments(

@@ -677,6 +677,9 @@ class _Description(_Machine):
         return GlobalReference(found)
 
     def call(self, function: Any, arguments: Any) -> Any:
+        if isinstance(function, DescribedObject) and function.name == "builtins.getattr":  # a class in another
+            owner, name = function.arguments
+            function = self.name(getattr(owner, "name", None), name)
         if not isinstance(function, GlobalReference):
             raise _Unreadable("a call of something without a name")
         return DescribedObject(function.name, arguments)

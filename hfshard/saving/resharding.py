@@ -172,7 +172,9 @@ def _folder_of_model(checkpoint: OpenCheckpoint, config: str | None) -> Folder:
                 path=config,
             )
         return LocalFolder(config)
-    return checkpoint.folder if checkpoint.foreign is None else LocalFolder(folder_of_model(checkpoint.directory))
+    if checkpoint.foreign is None:
+        return checkpoint.folder
+    return LocalFolder(folder_of_model(checkpoint.directory, checkpoint.weights.name))
 
 
 def _with_companion_files(

@@ -243,7 +243,7 @@ class CheckpointManager(RunReader):
             step: The checkpoint's step; None or "latest": the one that was saved last; "best": that of `best_step`. Or
                 one from elsewhere: the path of its directory, or its address; "org/name" on the Hub, or a path or
                 file:// URL of a directory hub, with "@revision" for one other than main; or a file of torch.save, or a
-                directory of Trainer or Accelerate (see GUIDE.md, "Old files").
+                directory of Trainer, Accelerate or DeepSpeed ZeRO (see GUIDE.md, "Old files").
             strict: Reject any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.

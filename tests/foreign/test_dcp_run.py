@@ -38,9 +38,8 @@ def tensors_of(table: ForeignTable) -> dict[str, torch.Tensor]:
 
 
 def run_in(checkpoint: Path) -> ForeignRun:
-    folder = checkpoint / "pytorch_model_fsdp_0"
-    if folder.exists():
-        return read_dcp_run(str(folder), optimizer_directory=str(checkpoint / "optimizer_0"))
+    if (checkpoint / "pytorch_model_fsdp_0").exists():
+        return read_dcp_run(str(checkpoint), folder="pytorch_model_fsdp_0", optimizer_folder="optimizer_0")
     return read_dcp_run(str(checkpoint))
 
 

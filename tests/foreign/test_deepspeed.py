@@ -69,17 +69,30 @@ def test_runs_are_where_the_partitions_are(tmp_path: Path) -> None:
     assert table.sizes == {name: (tmp_path / name).stat().st_size for name in (MODEL, RANK_0, RANK_1)}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_weights_as_trained_are_read_where_there_are_any(stage: int, tmp_path: Path) -> None:
-    files = contents(stage, 2)
-    if stage != 3:
-        files = {MODEL: files[MODEL]}  # no other file is needed
-    write(tmp_path, files)
+    write(tmp_path, {MODEL: contents(stage, 2)[MODEL]})  # no other file is needed
 
     table = read_deepspeed(str(tmp_path), masters=False)
 
-    assert_same(values(table), expected(masters=stage == 3))
-    assert table.framework == ("DeepSpeed ZeRO-3, 2 ranks" if stage == 3 else "DeepSpeed ZeRO without masters")
+    assert_same(values(table), expected(masters=False))
+    assert table.framework == "DeepSpeed ZeRO without masters"
+
+
+def test_weights_as_trained_are_not_in_files_of_zero_3(tmp_path: Path) -> None:
+    write(tmp_path, contents(3, 2))
+
+    with pytest.raises(InvalidArgumentError, match="has no weights as they were trained: DeepSpeed"):
+        read_deepspeed(str(tmp_path), masters=False)
+
+
+def test_a_folder_that_may_not_be_listed_has_no_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+
+    assert find_tag(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

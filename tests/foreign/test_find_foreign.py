@@ -85,10 +85,14 @@ def test_the_entry_is_found(parts: Path, trained: Path, tmp_path: Path) -> None:
     assert find_foreign(str(trained)) == "pytorch_model_fsdp_0/.metadata"
     assert find_foreign(str(tmp_path / "zero")) == "global_step3"
     assert find_foreign(str(tmp_path / "zero" / "global_step3")) == "."
+    (tmp_path / "verl" / "actor" / "huggingface").mkdir(parents=True)
+    (tmp_path / "verl" / "actor" / "model_world_size_2_rank_1.pt").touch()
+    assert find_foreign(str(tmp_path / "verl")) == "actor/model_world_size_2_rank_1.pt"
+    assert find_foreign(str(tmp_path / "verl" / "actor")) == "model_world_size_2_rank_1.pt"
     assert find_foreign(str(tmp_path / "none")) is None
     assert find_foreign(str(tmp_path)) is None
     with pytest.raises(CheckpointNotFoundError, match="no weights of another framework"):
-        open_foreign(str(tmp_path))
+        open_foreign(str(tmp_path), None)
 
 
 def test_several_models_of_accelerate_are_named(trained: Path) -> None:
@@ -102,9 +106,9 @@ def test_several_models_of_accelerate_are_named(trained: Path) -> None:
 def test_the_files_of_the_model_may_be_above(trained: Path, parts: Path) -> None:
     inner = trained / "pytorch_model_fsdp_0"
 
-    assert folder_of_model(str(trained)) == str(trained)
-    assert folder_of_model(str(inner)) == str(trained)
-    assert folder_of_model(str(parts)) == str(parts)
+    assert folder_of_model(str(trained), "pytorch_model_fsdp_0/.metadata") == str(trained)
+    assert folder_of_model(str(inner), ".metadata") == str(trained)
+    assert folder_of_model(str(parts), ".metadata") == str(parts)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +160,14 @@ def test_masters_of_deepspeed_are_loaded_and_ties_are_one_tensor(tmp_path: Path)
     assert found["head"].data_ptr() == found["embed"].data_ptr()
     with pytest.raises(InvalidArgumentError, match="was saved by DeepSpeed, and has no key='model'"):
         hfshard.load_state_dict(tmp_path, key="model")
+
+
+def test_weights_of_deepspeed_as_trained_have_a_key(tmp_path: Path) -> None:
+    like_deepspeed.write(tmp_path / "global_step3", like_deepspeed.contents(2, 2))
+
+    found = hfshard.load_state_dict(tmp_path, key="module")
+
+    like_deepspeed.assert_same(found, like_deepspeed.expected(masters=False))
 
 
 def test_weights_that_any_reader_finds_come_first(trained: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from hfshard.disk.safe_open import identity_of
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
 from hfshard.foreign.foreign_shard import ForeignShard
@@ -110,6 +112,19 @@ def test_a_file_that_is_replaced_is_noticed(parts: dict[str, torch.Tensor], tmp_
     os.replace(tmp_path / "new", tmp_path / "r" / "1")
 
     assert not shard.is_current()
+
+
+def test_a_file_that_is_replaced_after_it_was_described_is_noticed(
+    parts: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    file = tmp_path / "r" / "1"
+    table = replace(table_in(tmp_path), identities={"r/1": identity_of(file.stat())})
+    ForeignShard(table).close()
+    (tmp_path / "new").write_bytes(file.read_bytes())
+    (tmp_path / "new").replace(file)
+
+    with pytest.raises(CheckpointChangedError, match="r/1' was replaced or truncated while"):
+        ForeignShard(table)
 
 
 def test_a_file_that_is_truncated_is_noticed(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hfshard
 from hfshard.cli.main import main
+from hfshard.training import CheckpointManager, TrainingState
+from tests.distributed.gloo import check_ranks
 from tests.foreign.producers.cases import CASES, Case, made
-from tests.foreign.producers.models import build
-from tests.foreign.producers.truth import assert_same, checkpoint_of, read_truth
+from tests.foreign.producers.dcp import SHARDINGS
+from tests.foreign.producers.models import build, optimizer_of, train
+from tests.foreign.producers.truth import assert_same, checkpoint_of, gathered, read_truth
 
 BY_NAME = {case.name: case for case in CASES}
 ZERO = [case for case in CASES if case.producer == "zero:save_zero" and case.arguments["stage"] > 0]
@@ -80,6 +83,7 @@ def test_weights_are_those_of_torchs_own_conversion(case: Case, produced: Path, 
         "torch-fsdp2-app-4",
         "torch-fsdp1-nested-4",
         "accelerate-fsdp1-2",
+        "verl-fsdp2-4",
     ],
 )
 def test_a_model_is_filled_and_converted(name: str, produced: Path, tmp_path: Path) -> None:
@@ -87,13 +91,76 @@ def test_a_model_is_filled_and_converted(name: str, produced: Path, tmp_path: Pa
     truth = read_truth(place)
 
     model = hfshard.load_model(build("nasty"), checkpoint_of(place))
-    status = main(["convert", str(checkpoint_of(place)), str(tmp_path / "out"), "--max-shard-size", "400"])
+    out = ["--max-shard-size", "400", "--weights"]
+    status = main(["convert", str(checkpoint_of(place)), str(tmp_path / "out"), *out])
 
     assert status == 0
     assert_same(hfshard.load_state_dict(tmp_path / "out", verify="full"), truth)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     for fqn, tensor in model.state_dict().items():
         assert tensor.equal(truth[fqn].to(tensor.dtype)), fqn
+
+
+RUNS = [case for case in CASES if case.producer == "zero:save_universal" or case in ZERO]
+
+
+@pytest.mark.parametrize("case", parameters(RUNS))
+def test_states_of_the_optimizer_are_those_of_the_living_one(case: Case, produced: Path, tmp_path: Path) -> None:
+    place = place_of(case, produced)
+    model = build(case.arguments["model_name"])
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu")
+    state = TrainingState(model, optimizer, scaler=scaler if case.arguments["precision"] == "fp16" else None)
+
+    restored = CheckpointManager(tmp_path / "run").restore(state, checkpoint_of(place))
+
+    assert (restored, restored.differences, len(restored.lacking)) == (2, (), 1)
+    assert restored.extra == ({"seen": ["a", 3]} if case in ZERO else None)
+    assert_same(_states_of(model, optimizer), read_truth(place, "states"))
+    truth = read_truth(place)
+    assert_same(model.state_dict(), {name: one.float() if "frozen" in name else one for name, one in truth.items()})
+
+
+def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the tensors of an optimizer's state, named like those in the truth."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}/{slot}": one for parameter, slots in optimizer.state.items() for slot, one in slots.items()
+    }
+
+
+def test_a_run_goes_on_in_one_process_as_in_deepspeed(produced: Path, tmp_path: Path) -> None:
+    """To the bit, in float32 on one rank; restored from DeepSpeed's files, and from a run converted from them."""
+    place = place_of(BY_NAME["deepspeed-zero3-fp32-1-nasty"], produced)
+    assert main(["convert", str(checkpoint_of(place)), str(tmp_path / "run")]) == 0
+
+    for source in (checkpoint_of(place), None):
+        model = build("nasty")
+        optimizer = optimizer_of(model)
+        CheckpointManager(tmp_path / "run").restore(TrainingState(model, optimizer), source)
+        train(model, optimizer)
+
+        assert_same(model.state_dict(), read_truth(place, "later"))
+
+
+def test_a_run_goes_on_under_fsdp2_as_in_deepspeed(produced: Path, tmp_path: Path) -> None:
+    place = place_of(BY_NAME["deepspeed-zero1-fp32-2-nasty"], produced)
+
+    check_ranks(tmp_path / "ranks", 2, _go_on_sharded, place, tmp_path / "run")
+
+
+def _go_on_sharded(rank: int, place: Path, run: Path) -> None:
+    """Restore this rank's parts, train, and compare: to the bit, as two gradients have one mean."""
+    model = SHARDINGS["fsdp2"](build("nasty"), 2)
+    optimizer = optimizer_of(model)
+    CheckpointManager(run).restore(TrainingState(model, optimizer), checkpoint_of(place))
+    assert_same(gathered(_states_of(model, optimizer)), read_truth(place, "states"))
+
+    train(model, optimizer, seed=rank)
+
+    later = read_truth(place, "later")
+    trained = gathered(dict(model.named_parameters()))
+    assert_same(trained, {name: later[name] for name in trained})
 
 
 def test_several_tags_are_named_unless_one_is_the_latest(produced: Path, tmp_path: Path) -> None:

@@ -86,10 +86,12 @@ DEEPER: dict[str, tuple[list[str], str]] = {
         "saved them, on as many ranks, and save the full model (FULL_STATE_DICT).",
     ),
     "verl": (
-        below("actor", ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]),
-        f"'run' contains one file per rank, each with parts of the tensors in 'actor', {NOT_YET} Merge them with verl: "
-        "python -m verl.model_merger merge --backend fsdp --local_dir run/actor --target_dir OUT (it unpickles them: "
-        "run it only if you trust their origin). hfshard loads OUT.",
+        below("global_step_5/actor", ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]),
+        found(
+            "contains one file per rank, each with parts of the tensors",
+            " in 'global_step_5/actor'",
+            "run/global_step_5/actor",
+        ),
     ),
 }
 

@@ -61,6 +61,7 @@ def test_the_single_file_of_another_variant_counts_as_a_shard() -> None:
         ("onnx_model.onnx_data", True),
         ("pytorch_model.bin.index.fp16.json", True),
         ("adapter_config.json", True),
+        ("__0_0.distcp", True),
         ("config.json", False),
         ("model.safetensors.index-00000007-00112233445566ff.json", False),
         ("model.safetensors.txt", False),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -136,6 +136,7 @@ class NamedRun:
     def _opened(self, tensors: Mapping[str, ForeignTensor], aliases: Mapping[str, str]) -> Iterator[ForeignShard]:
         tables = [self.run.weights, *([] if self.run.optimizer is None else [self.run.optimizer.table])]
         sizes = {file: size for table in tables for file, size in table.sizes.items()}
+        identities = {file: one for table in tables for file, one in table.identities.items()}
         records = tuple(dict.fromkeys(record for table in tables for record in table.records))
         used = {run.file for tensor in tensors.values() for run in tensor.runs}
         table = replace(
@@ -143,6 +144,7 @@ class NamedRun:
             tensors=tensors,
             aliases=aliases,
             sizes={file: size for file, size in sizes.items() if file in used},
+            identities=identities,
             records=records,
         )
         with closing(ForeignShard(table)) as shard:
@@ -155,7 +157,7 @@ class NamedRun:
         return described
 
 
-def is_unread(value: object) -> bool:
+def is_unread(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a tensor on the meta device, in place of one of a run."""
     return isinstance(value, torch.Tensor) and value.is_meta
 

@@ -148,6 +148,18 @@ def _dcp_cases() -> Iterator[Case]:
             ranks=2,
             arguments={"ranks": 2, "is_consolidated": is_consolidated},
         )
+    for sharding, ranks, is_slow in (
+        ("alone", 1, False), ("fsdp2", 4, False), ("fsdp1", 2, False), ("tensor-parallel", 4, False),
+        ("fsdp1", 4, True), ("hybrid", 4, True), ("columns", 2, True),
+    ):  # fmt: skip
+        yield Case(
+            name=f"verl-{sharding}-{ranks}",
+            framework="torch",
+            producer="dcp:save_rank_files",
+            ranks=ranks,
+            arguments={"ranks": ranks, "sharding": sharding, "trains": sharding != "tensor-parallel"},
+            is_slow=is_slow,
+        )
     for version, ranks in ((1, 2), (2, 4)):
         yield Case(
             name=f"accelerate-fsdp{version}-{ranks}",

@@ -1,9 +1,11 @@
-"""What torch.distributed.checkpoint saves: FSDP1, FSDP2, tensor parallel and plain states, in every nesting."""
+"""What torch.distributed.checkpoint saves: FSDP1, FSDP2, tensor parallel and plain states; and verl, per rank."""
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -192,6 +194,37 @@ def save_safetensors(rank: int, place: Path, ranks: int, is_consolidated: bool) 
         save(state, storage_writer=FileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS))
     truth = gathered(state)
     if rank == 0:
+        write_truth(place, truth)
+
+
+def save_rank_files(
+    rank: int, place: Path, ranks: int, sharding: str, model_name: str = "nasty", trains: bool = True
+) -> None:
+    """Save a file of each rank as verl's FSDPCheckpointManager does.
+
+    Args:
+        rank, place, ranks: This rank, where to save, and the number of all.
+        sharding: One of `SHARDINGS`; FSDP1 without a mesh saves ShardedTensors, which verl's older versions have.
+        model_name: One of `models.MODELS`.
+        trains: False: save what was built.
+    """
+    model = SHARDINGS[sharding](build(model_name), ranks)
+    optimizer = optimizer_of(model)
+    if trains:
+        train(model, optimizer)
+    folder = checkpoint_of(place)
+    folder.mkdir(exist_ok=True)
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    sharded = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    with sharded if is_fsdp1 else nullcontext():
+        torch.save(model.state_dict(), folder / f"model_world_size_{ranks}_rank_{rank}.pt")
+    torch.save({"state": {}}, folder / f"optim_world_size_{ranks}_rank_{rank}.pt")
+    torch.save({"rng": torch.get_rng_state()}, folder / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
+    truth = whole_state(model)
+    if rank == 0:
+        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2 - is_fsdp1, "world_size": ranks}))
+        (folder / "huggingface").mkdir(exist_ok=True)
+        (folder / "huggingface" / "config.json").write_text('{"model_type": "llama"}')
         write_truth(place, truth)
 
 

@@ -108,7 +108,7 @@ def _step(engine: Any, rank: int) -> None:
         engine.step()
 
 
-def _write_truth(rank: int, place: Path, engine: Any, name: str = "truth") -> None:
+def _write_truth(rank: int, place: Path, engine: Any, file: str = "truth") -> None:
     """Write the float32 masters where there are any, and the rest as it is on rank 0."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
@@ -124,7 +124,7 @@ def _write_truth(rank: int, place: Path, engine: Any, name: str = "truth") -> No
         tensors[name] = value if master is None else master.view(value.shape)
         assert tensors[name].to(value.dtype).equal(value), name
     if rank == 0:
-        write_truth(place, tensors, name)
+        write_truth(place, tensors, file)
 
 
 def _write_states(rank: int, place: Path, engine: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim.lr_scheduler import MultiStepLR
@@ -58,13 +60,14 @@ class Parts:
         write_optimizer(place, self.model, self.optimizer)
 
 
-def assert_same_truth(place: Path, other: Path) -> None:
+def assert_same_truth(place: Path, other: Path, but: str = "none") -> None:
+    """Compare weights and states, except the state of one parameter."""
     assert_same(read_truth(place), read_truth(other))
-    expected = read_truth(other, "states")
-    found = read_truth(place, "states")
-    assert_same(
-        {name: one.flatten() for name, one in found.items()}, {name: one.flatten() for name, one in expected.items()}
+    found, expected = (
+        {name: one.flatten() for name, one in read_truth(where, "states").items() if not name.startswith(f"{but}/")}
+        for where in (place, other)
     )
+    assert_same(found, expected)
 
 
 def resume(rank: int, runs: dict[str, Path], place: Path) -> None:
@@ -77,7 +80,7 @@ def resume(rank: int, runs: dict[str, Path], place: Path) -> None:
             if sharding == "fsdp2"
             else {"app": {"model": model, "optim": optimizer}}
         )
-        load(state, checkpoint_id=checkpoint)
+        load(state, checkpoint_id=checkpoint, planner=DefaultLoadPlanner(allow_partial_load=True))
         set_state_dict(theirs.model, theirs.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         train(theirs.model, theirs.optimizer)
         theirs.write(place / f"theirs-{sharding}", rank)
@@ -91,7 +94,10 @@ def resume(rank: int, runs: dict[str, Path], place: Path) -> None:
 
 
 def test_a_run_goes_on_as_under_its_framework(produced: Path, tmp_path: Path) -> None:
-    """To the bit: the sum of two equal gradients, halved, is each of them."""
+    """To the bit: the sum of two equal gradients, halved, is each of them.
+
+    But for the state of a parameter without gradients: torch's load makes one, and FSDP1 goes on counting its steps.
+    """
     names = {"fsdp2": "torch-fsdp2-nested-2", "fsdp1": "torch-fsdp1-app-2"}
     places = {sharding: place_of(BY_NAME[name], produced) for sharding, name in names.items()}
     check_ranks(
@@ -100,7 +106,7 @@ def test_a_run_goes_on_as_under_its_framework(produced: Path, tmp_path: Path) ->
 
     for sharding, place in places.items():
         assert_same_truth(tmp_path / f"restored-{sharding}", place)
-        assert_same_truth(tmp_path / f"ours-{sharding}", tmp_path / f"theirs-{sharding}")
+        assert_same_truth(tmp_path / f"ours-{sharding}", tmp_path / f"theirs-{sharding}", but="unused")
         checkpoint = str(checkpoint_of(place))
         alone, converted = Parts(), Parts()
         restored = CheckpointManager(tmp_path / "none").restore(alone.state(), checkpoint)
@@ -110,7 +116,7 @@ def test_a_run_goes_on_as_under_its_framework(produced: Path, tmp_path: Path) ->
         for number, parts in enumerate((alone, converted)):
             train(parts.model, parts.optimizer)
             parts.write(tmp_path / f"alone-{number}-{sharding}")
-            assert_same_truth(tmp_path / f"alone-{number}-{sharding}", tmp_path / f"theirs-{sharding}")
+            assert_same_truth(tmp_path / f"alone-{number}-{sharding}", tmp_path / f"theirs-{sharding}", but="unused")
 
 
 @pytest.mark.parametrize("is_converted", [False, True])
@@ -184,7 +190,7 @@ def saved(place: Path, **values: Any) -> str:
 
 class Evil:
     def __reduce__(self) -> Any:
-        return Path.touch, (Path("evil"),)
+        return os.system, ("touch evil",)
 
 
 def remove_file(place: Path) -> None:
@@ -195,7 +201,7 @@ def remove_file(place: Path) -> None:
     ("values", "change", "error", "message"),
     [
         ({}, remove_file, MissingShardError, r"__0_0\.distcp"),
-        ({"step": Evil()}, None, UnsafePickleError, "step"),
+        ({"step": Evil()}, None, UnsafePickleError, "asks for 'posix.system'"),
         ({"optimizer.param_groups.0.params": [0]}, None, InvalidArgumentError, "numbers, not names"),
         ({"optimizer.state.weight.exp_avg": torch.ones(3)}, None, StateDictMismatchError, "'exp_avg' of 'weight' has"),
     ],

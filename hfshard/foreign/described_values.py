@@ -1,0 +1,85 @@
+"""Values of described pickles, checked one by one, and the classes that a file may name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from hfshard.errors import UnsafePickleError
+from hfshard.pickles.described_file import meaning
+from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
+
+MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of this module, and of reading a value that is not what it should be."""
+
+_MOST_DIMENSIONS: Final = 64
+"""As many as torch allows."""
+
+_NUMBER_BITS: Final = 63
+"""Of a number of bytes or elements; a file may have numbers of any length."""
+
+
+def reject_other_names(names: Iterable[str], admitted: re.Pattern[str], path: str, needed_by: str) -> None:
+    """Reject a pickle that names a class or function which it does not need; torch's dtypes are always admitted.
+
+    Args:
+        names: All that it names.
+        admitted: Pattern of the others.
+        path: The file.
+        needed_by: For the message, such as "a DeepSpeed checkpoint".
+    """
+    for name in sorted(names):
+        if not admitted.fullmatch(name) and not isinstance(meaning(GlobalReference(name)), torch.dtype):
+            raise UnsafePickleError(
+                f"'{path}' asks for '{name}', which is nothing {needed_by} needs. Nothing of it was run, and nothing "
+                "was loaded. If it is an object of your own, save without it; otherwise do not use the file.",
+                path=path,
+                actual=name,
+            )
+
+
+def pattern_of(names: Iterable[str], patterns: str = "") -> re.Pattern[str]:
+    """Return a pattern of these names, and of those that match one of the patterns, separated by "|"."""
+    return re.compile("|".join([*map(re.escape, names), *filter(None, (patterns,))]))
+
+
+def parse_dict(value: Any) -> dict[str, Any]:
+    """Return a dict, or an OrderedDict that was described, whose keys are all text."""
+    found = meaning(value) if isinstance(value, DescribedObject) else value
+    if not isinstance(found, dict):
+        raise TypeError(f"a {type(found).__name__} in place of a dict")
+    if not all(isinstance(name, str) for name in found):
+        raise TypeError("a name that is not text")
+    return found
+
+
+def parse_state(value: Any, *names: str) -> dict[str, Any]:
+    """Return the attributes of an object of one of these classes."""
+    if not isinstance(value, DescribedObject) or value.name not in names or not isinstance(value.state, dict):
+        raise TypeError(f"no {names[0].rpartition('.')[2]}")
+    return value.state
+
+
+def parse_text(value: Any) -> str:
+    """Return text."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} in place of text")
+    return value
+
+
+def parse_count(value: Any) -> int:
+    """Return a number of bytes or elements."""
+    if type(value) is not int or value < 0 or value.bit_length() > _NUMBER_BITS:
+        raise TypeError("a number that is not an int, or negative, or too large")
+    return value
+
+
+def parse_shape(value: Any) -> tuple[int, ...]:
+    """Return a torch.Size, or another sequence of sizes."""
+    numbers = value.arguments[0] if isinstance(value, DescribedObject) and value.name == "torch.Size" else value
+    if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMENSIONS:
+        raise TypeError(f"a {type(numbers).__name__} in place of sizes, or too many")
+    return tuple(map(parse_count, numbers))
