@@ -35,7 +35,7 @@ from hfshard.foreign.dcp_items import Chunk, FoundChunk, ItemLayout, damaged_dcp
 from hfshard.format.file_names import is_safe_file_name
 from hfshard.pickles.described_file import meaning
 from hfshard.pickles.pickle_file import OTHER_KEY, WEIGHTS_KEY
-from hfshard.pickles.pickle_opcodes import DescribedObject, describe_pickle
+from hfshard.pickles.pickle_opcodes import DescribedObject, NameHashes, checked_key, describe_pickle
 
 METADATA: Final = ".metadata"
 """The file by which a directory of DCP is known."""
@@ -45,6 +45,9 @@ _MOST_METADATA_BYTES: Final = 1 << 30
 
 _MOST_PIECES: Final = 1 << 20
 """Limit of all runs besides the first one of each chunk: about 150 MB. A transposed matrix has one per column."""
+
+_MOST_DIMENSIONS: Final = 64
+"""As many as torch allows; a pickle can have one long shape for many tensors."""
 
 _CLASSES: Final = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO: Final = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -184,11 +187,13 @@ def _read_metadata(directory: str) -> _Described:
     try:
         state = _state_of(described.value, f"{_CLASSES}Metadata")
         places = _places_of(state["storage_data"], directory)
+        once = _Once(size)
         tensors = {}
         for fqn, one in _items_of(state["state_dict_metadata"]):
             if one.name != f"{_CLASSES}BytesStorageMetadata":
-                tensors[_text(fqn)] = _described_tensor(_text(fqn), one, places)
-        paths = {_text(fqn): tuple(map(str, keys)) for fqn, keys in _items_of(state.get("planner_data") or {})}
+                tensors[_text(fqn)] = _described_tensor(_text(fqn), one, places, once)
+        planned = _items_of(state.get("planner_data") or {})
+        paths = {_text(fqn): tuple(map(_key, once.all_of(keys))) for fqn, keys in planned}
         known = [fqn for fqn, _ in _items_of(state["state_dict_metadata"])]
     except HfshardError:
         raise
@@ -197,16 +202,37 @@ def _read_metadata(directory: str) -> _Described:
     return _Described(tensors, {fqn: paths.get(fqn) or (fqn,) for fqn in known})
 
 
+class _Once:
+    """A count of entries of lists: each takes bytes in a pickle, unless one list is in it a million times."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def all_of(self, entries: Any) -> list[Any] | tuple[Any, ...]:
+        """Return a list or tuple.
+
+        Raises:
+            TypeError, ValueError: It is none; or there are more entries than the file has bytes.
+        """
+        if not isinstance(entries, list | tuple):
+            raise TypeError("no list")
+        self._left -= len(entries)
+        if self._left < 0:
+            raise ValueError("a list that is there again and again")
+        return entries
+
+
 def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
     """Return (joined name, offsets of a chunk) -> (file, begin, length) of its item."""
     places = {}
+    hashes = NameHashes()
     for index, info in _items_of(value):
         of_item = _state_of(info, _STORAGE_INFO)
         of_chunk = _state_of(index, f"{_CLASSES}MetadataIndex")
         if transforms := of_item.get("transform_descriptors"):
             raise InvalidArgumentError(
-                f"'{directory}' was saved with transforms ({shorten_list(list(map(str, transforms)), 3)}), so that its "
-                "bytes are not those of the tensors. Save it without extensions.",
+                f"'{directory}' was saved with transforms ({shorten_list(list(map(_text, transforms)), 3)}), so that "
+                "its bytes are not those of the tensors. Save it without extensions.",
                 path=directory,
             )
         offset = of_chunk.get("offset")
@@ -219,12 +245,15 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
                 path=directory,
                 actual=found[0],
             )
-        places[_text(of_chunk["fqn"]), at] = found
+        places[_text(of_chunk["fqn"]), checked_key(at, hashes)] = found
     return places
 
 
 def _described_tensor(
-    fqn: str, described: DescribedObject, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+    fqn: str,
+    described: DescribedObject,
+    places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    once: _Once,
 ) -> _Tensor:
     state = _state_of(described, f"{_CLASSES}TensorStorageMetadata")
     properties = state["properties"]
@@ -235,7 +264,7 @@ def _described_tensor(
         raise TypeError(f"'{fqn}' has no dtype")
     shape = _size(state["size"])
     chunks = []
-    for one in state["chunks"]:
+    for one in once.all_of(state["chunks"]):
         of_chunk = _state_of(one, f"{_CLASSES}ChunkStorageMetadata")
         offsets, sizes = _size(of_chunk["offsets"]), _size(of_chunk["sizes"])
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -267,7 +296,7 @@ def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def _size(value: Any) -> tuple[int, ...]:
     numbers = value.arguments[0] if isinstance(value, DescribedObject) and value.name == "torch.Size" else value
-    if not isinstance(numbers, tuple):
+    if not isinstance(numbers, tuple) or len(numbers) > _MOST_DIMENSIONS:
         raise TypeError("no torch.Size")
     return tuple(map(_number, numbers))
 
@@ -276,6 +305,10 @@ def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("a number of bytes or elements that is none")
     return value
+
+
+def _key(value: Any) -> str:
+    return str(_number(value)) if isinstance(value, int) else _text(value)
 
 
 def _text(value: Any) -> str:
@@ -343,11 +376,11 @@ def _candidates(described: _Described) -> list[str]:
     for fqn, path in described.paths.items():
         if not any(map(OTHER_KEY.search, path[:-1])) and not _OF_OPTIMIZER.match(fqn):
             groups[path[:-1]].append(fqn)
-    found = [keys for keys, fqns in groups.items() if _may_be_weights(keys, fqns, described)]
-    tops = [
-        keys for keys in found if not any(other and other == keys[: len(other)] for other in found if other != keys)
-    ]
-    return [".".join(keys) for keys in sorted(tops)]
+    tops: list[tuple[str, ...]] = []
+    for keys in sorted(keys for keys, fqns in groups.items() if _may_be_weights(keys, fqns, described)):
+        if not (tops and tops[-1] and tops[-1] == keys[: len(tops[-1])]):  # those below it follow it
+            tops.append(keys)
+    return [".".join(keys) for keys in tops]
 
 
 def _may_be_weights(keys: tuple[str, ...], fqns: list[str], described: _Described) -> bool:

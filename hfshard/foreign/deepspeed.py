@@ -64,6 +64,8 @@ _TIED: Final = "tied_modules."
 """Prefix of a pipeline's parameters that several layers share."""
 _ALIGNMENT: Final = 2
 """A group of ZeRO 1 and 2 is padded to a multiple of this per rank."""
+_MOST_ELEMENTS: Final = 1 << 62
+"""A file may have numbers of any length."""
 _SHOWN: Final = 8
 """The most names in a message."""
 
@@ -440,7 +442,7 @@ class _Reader:
             raise self._unreadable("weights or optimizer states on NVMe")
         group = settings.get("mics_shard_size")
         if is_partitioned and type(group) is int and group > 0:
-            raise self._unreadable(f"partitions within groups of {group} ranks (MiCS)")
+            raise self._unreadable("partitions within groups of ranks (MiCS)")
         if is_partitioned and settings.get("zero_quantized_nontrainable_weights") and models.frozen_shapes:
             raise self._unreadable("quantized frozen weights (ZeRO++)")
 
@@ -563,7 +565,8 @@ def _gaps(folder: str, number: int, count: int, partitions: Sequence[OptimizerSt
     found = [0] * count
     for one in partitions:
         gaps = found if one.gaps is None else next(iter(one.gaps[number : number + 1]), None)
-        if not isinstance(gaps, list) or len(gaps) != count or any(type(gap) is not int or gap < 0 for gap in gaps):
+        is_valid = isinstance(gaps, list) and len(gaps) == count and all(type(gap) is int for gap in gaps)
+        if not is_valid or not all(0 <= gap < _MOST_ELEMENTS for gap in gaps):
             raise damaged(folder, f"'{one.file}' has other paddings than one for each parameter of a group")
         if one is partitions[0]:
             found = gaps

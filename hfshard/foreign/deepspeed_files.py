@@ -176,7 +176,7 @@ class StateFiles:
                 frozen=pieces(_named(value.get("frozen_param_fragments") or {})),
                 shared={name: str(_text(one)) for name, one in _named(value.get("shared_params") or {}).items()},
                 settings=settings if isinstance(settings, dict) else {},
-                model_ranks=value["mp_world_size"] if type(value.get("mp_world_size")) is int else None,
+                model_ranks=_count(value["mp_world_size"]) if type(value.get("mp_world_size")) is int else None,
                 tensor_ranks=_count(parallel["tp_degree"]) if isinstance(parallel, dict) else 1,
             )
 
@@ -330,7 +330,7 @@ def _stage(value: Any) -> int:
         (value,) = value.arguments
     elif isinstance(value, DescribedObject) and value.name == "builtins.getattr":
         owner, name = value.arguments
-        value = _STAGES[name] if owner == GlobalReference(_STAGE_CLASS) else None
+        value = _STAGES[_text(name) or ""] if owner == GlobalReference(_STAGE_CLASS) else None
     if _count(value) not in _STAGES.values():
         raise ValueError(f"stage {value} of ZeRO")
     return int(value)
