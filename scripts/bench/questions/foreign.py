@@ -267,7 +267,7 @@ def _by_hfshard(_: Path, checkpoint: Path, context: Context, checksum: Any) -> C
     import hfshard
 
     convert = hfshard.reshard_checkpoint
-    options = {"max_shard_size": context.size.shard_size, "checksum": checksum, "progress": False}
+    options: dict[str, Any] = {"max_shard_size": context.size.shard_size, "checksum": checksum, "progress": False}
     return partial(convert, checkpoint, context.target, **options)
 
 
