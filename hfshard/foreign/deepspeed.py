@@ -565,14 +565,17 @@ def _gaps(folder: str, number: int, count: int, partitions: Sequence[OptimizerSt
     found = [0] * count
     for one in partitions:
         gaps = found if one.gaps is None else next(iter(one.gaps[number : number + 1]), None)
-        is_valid = isinstance(gaps, list) and len(gaps) == count and all(type(gap) is int for gap in gaps)
-        if not is_valid or not all(0 <= gap < _MOST_ELEMENTS for gap in gaps):
+        if not isinstance(gaps, list) or len(gaps) != count or not all(map(_is_gap, gaps)):
             raise damaged(folder, f"'{one.file}' has other paddings than one for each parameter of a group")
         if one is partitions[0]:
             found = gaps
         if gaps != found:
             raise damaged(folder, f"'{one.file}' and '{partitions[0].file}' have different paddings")
     return found
+
+
+def _is_gap(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_ELEMENTS
 
 
 def _partition_size(folder: str, total: int, pieces: Sequence[Piece]) -> int:
