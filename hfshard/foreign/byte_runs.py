@@ -25,6 +25,10 @@ _WINDOW_BYTES: Final = 4 << 20
 """Bytes of a tensor whose rows are compared at once: at most 4 Mi rows, of one byte each."""
 
 
+_MOST_BYTES: Final = (1 << 63) - 1
+"""As torch counts them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRun:
     """Bytes of a tensor that are in one piece in a file.
@@ -160,6 +164,8 @@ def _problem_of(tensor: ForeignTensor, sizes: Mapping[str, int]) -> str | None:
     """Describe what is wrong with a tensor's runs, other than overlaps of rows; None if nothing is."""
     if any(number < 0 for number in tensor.shape):
         return "has a negative size"
+    if prod(max(number, 1) for number in tensor.shape) * tensor.dtype.itemsize > _MOST_BYTES:
+        return "is larger than any tensor, or would be with elements"
     nbytes = tensor.nbytes
     at = 0
     for run in tensor.runs:

@@ -143,11 +143,11 @@ def candidates(metadata: DcpMetadata) -> list[str]:
         keys = tuple(map(str, path[:-1]))
         if not any(map(OTHER_KEY.search, keys)) and not _OF_OPTIMIZER.match(fqn):
             groups[keys].append(fqn)
-    found = [keys for keys, fqns in groups.items() if _may_be_weights(keys, fqns, metadata)]
-    tops = [
-        keys for keys in found if not any(other and other == keys[: len(other)] for other in found if other != keys)
-    ]
-    return [".".join(keys) for keys in sorted(tops)]
+    tops: list[tuple[str, ...]] = []
+    for keys in sorted(keys for keys, fqns in groups.items() if _may_be_weights(keys, fqns, metadata)):
+        if not (tops and tops[-1] and tops[-1] == keys[: len(tops[-1])]):  # those below it follow it
+            tops.append(keys)
+    return [".".join(keys) for keys in tops]
 
 
 def _may_be_weights(keys: tuple[str, ...], fqns: list[str], metadata: DcpMetadata) -> bool:

@@ -31,7 +31,7 @@ from hfshard.foreign.described_values import (
 from hfshard.format.file_names import is_safe_file_name
 from hfshard.format.parts_of_ranks import DCP_METADATA
 from hfshard.pickles.described_file import meaning
-from hfshard.pickles.pickle_opcodes import DescribedObject, describe_pickle
+from hfshard.pickles.pickle_opcodes import DescribedObject, NameHashes, checked_key, describe_pickle
 
 _MOST_METADATA_BYTES: Final = 1 << 30
 """Limit of that file: a chunk takes about 150 bytes in it."""
@@ -108,16 +108,18 @@ def read_metadata(directory: str) -> DcpMetadata:
     try:
         state = parse_state(described.value, f"{_CLASSES}Metadata")
         places = _places_of(state["storage_data"], directory)
+        once = _Once(size)
         tensors = {}
         values = {}
         for fqn, one in _items_of(state["state_dict_metadata"]):
             if one.name != f"{_CLASSES}BytesStorageMetadata":
-                tensors[parse_text(fqn)] = _described_tensor(parse_text(fqn), one, places)
+                tensors[parse_text(fqn)] = _described_tensor(parse_text(fqn), one, places, once)
             elif (place := places.get((parse_text(fqn), None))) is not None:
                 values[fqn] = SavedItem(*place)
             else:
                 raise ValueError(f"the value '{fqn}' is in no file")
-        keys = {parse_text(fqn): _path(path) for fqn, path in _items_of(state.get("planner_data") or {})}
+        planned = _items_of(state.get("planner_data") or {})
+        keys = {parse_text(fqn): tuple(map(_key, once.all_of(path))) for fqn, path in planned}
     except HfshardError:
         raise
     except MALFORMED as error:
@@ -125,16 +127,37 @@ def read_metadata(directory: str) -> DcpMetadata:
     return DcpMetadata(tensors, values, {fqn: keys.get(fqn) or (fqn,) for fqn in (*tensors, *values)})
 
 
+class _Once:
+    """A count of entries of lists: each takes bytes in a pickle, unless one list is in it a million times."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def all_of(self, entries: Any) -> list[Any] | tuple[Any, ...]:
+        """Return a list or tuple.
+
+        Raises:
+            TypeError, ValueError: It is none; or there are more entries than the file has bytes.
+        """
+        if not isinstance(entries, list | tuple):
+            raise TypeError("no list")
+        self._left -= len(entries)
+        if self._left < 0:
+            raise ValueError("a list that is there again and again")
+        return entries
+
+
 def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
     """Return (joined name, offsets of a chunk) -> (file, begin, length) of its item."""
     places = {}
+    hashes = NameHashes()
     for index, info in _items_of(value):
         of_item = parse_state(info, _STORAGE_INFO)
         of_chunk = parse_state(index, f"{_CLASSES}MetadataIndex")
         if transforms := of_item.get("transform_descriptors"):
             raise InvalidArgumentError(
-                f"'{directory}' was saved with transforms ({shorten_list(list(map(str, transforms)), 3)}), so that its "
-                "bytes are not those of the tensors. Save it without extensions.",
+                f"'{directory}' was saved with transforms ({shorten_list(list(map(parse_text, transforms)), 3)}), so "
+                "that its bytes are not those of the tensors. Save it without extensions.",
                 path=directory,
             )
         offset = of_chunk.get("offset")
@@ -147,12 +170,15 @@ def _places_of(value: Any, directory: str) -> dict[tuple[str, tuple[int, ...] | 
                 path=directory,
                 actual=found[0],
             )
-        places[parse_text(of_chunk["fqn"]), at] = found
+        places[parse_text(of_chunk["fqn"]), checked_key(at, hashes)] = found
     return places
 
 
 def _described_tensor(
-    fqn: str, described: DescribedObject, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+    fqn: str,
+    described: DescribedObject,
+    places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    once: _Once,
 ) -> SavedTensor:
     state = parse_state(described, f"{_CLASSES}TensorStorageMetadata")
     properties = state["properties"]
@@ -163,7 +189,7 @@ def _described_tensor(
         raise TypeError(f"'{fqn}' has no dtype")
     shape = parse_shape(state["size"])
     chunks = []
-    for one in state["chunks"]:
+    for one in once.all_of(state["chunks"]):
         of_chunk = parse_state(one, f"{_CLASSES}ChunkStorageMetadata")
         offsets, sizes = parse_shape(of_chunk["offsets"]), parse_shape(of_chunk["sizes"])
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -186,7 +212,5 @@ def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     return items
 
 
-def _path(value: Any) -> tuple[str | int, ...]:
-    if not isinstance(value, tuple | list) or not all(isinstance(key, str) or type(key) is int for key in value):
-        raise TypeError("keys that are neither text nor numbers")
-    return tuple(value)
+def _key(value: Any) -> str | int:
+    return parse_count(value) if isinstance(value, int) else parse_text(value)

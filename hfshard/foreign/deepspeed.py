@@ -598,7 +598,7 @@ class _Reader:
             raise self._unreadable("weights or optimizer states on NVMe")
         group = settings.get("mics_shard_size")
         if is_partitioned and type(group) is int and group > 0:
-            raise self._unreadable(f"partitions within groups of {group} ranks (MiCS)")
+            raise self._unreadable("partitions within groups of ranks (MiCS)")
         if is_partitioned and settings.get("zero_quantized_nontrainable_weights") and models.frozen_shapes:
             raise self._unreadable("quantized frozen weights (ZeRO++)")
 

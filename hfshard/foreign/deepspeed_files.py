@@ -214,7 +214,7 @@ class StateFiles:
                 frozen=pieces(parse_dict(value.get("frozen_param_fragments") or {})),
                 shared={name: str(_text(one)) for name, one in parse_dict(value.get("shared_params") or {}).items()},
                 settings=settings if isinstance(settings, dict) else {},
-                model_ranks=value["mp_world_size"] if type(value.get("mp_world_size")) is int else None,
+                model_ranks=parse_count(value["mp_world_size"]) if type(value.get("mp_world_size")) is int else None,
                 tensor_ranks=parse_count(parallel["tp_degree"]) if isinstance(parallel, dict) else 1,
             )
 
@@ -432,7 +432,7 @@ def _stage(value: Any) -> int:
         (value,) = value.arguments
     elif isinstance(value, DescribedObject) and value.name == "builtins.getattr":
         owner, name = value.arguments
-        value = _STAGES[name] if owner == GlobalReference(_STAGE_CLASS) else None
+        value = _STAGES[parse_text(name)] if owner == GlobalReference(_STAGE_CLASS) else None
     if parse_count(value) not in _STAGES.values():
         raise ValueError(f"stage {value} of ZeRO")
     return int(value)

@@ -211,6 +211,9 @@ _PLAIN_TYPES: Final = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.paramet
 _MOST_DIMENSIONS: Final = 64
 """As many as torch allows; a pickle can have one long shape for many tensors."""
 
+_NUMBER_BITS: Final = 63
+"""Of a size; a file may have numbers of any length."""
+
 _PROPERTIES_AT: Final = {"torch._utils._rebuild_tensor_v2": 6, _REBUILT_UNTYPED: 7}
 """Function -> the position of the argument with properties that change the numbers, such as conjugation."""
 
@@ -325,8 +328,8 @@ class DescribedFile:
         if len(layout.size) > _MOST_DIMENSIONS:
             raise ValueError("more dimensions than torch allows")
         numbers = (layout.first, *layout.size, *layout.stride)
-        if any(type(number) is not int or number < 0 for number in numbers):
-            raise TypeError("a size, stride or offset that is not an int, or negative")
+        if any(type(number) is not int or number < 0 or number.bit_length() > _NUMBER_BITS for number in numbers):
+            raise TypeError("a size, stride or offset that is not an int, or negative, or too large")
         record = self._find(layout.key)
         if record.size != layout.nbytes:
             raise ValueError(f"{record.size} bytes for {layout.count} elements")

@@ -80,6 +80,12 @@ def test_a_tensor_that_is_not_covered_is_refused(name: str) -> None:
         table_of(*runs)
 
 
+@pytest.mark.parametrize("shape", [(0, 1 << 61), (0, 1 << 31, 1 << 31)])
+def test_an_empty_tensor_that_torch_cannot_have_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DamagedCheckpointError, match="is larger than any tensor, or would be with elements"):
+        table_of(shape=shape)
+
+
 def test_rows_of_a_large_tensor_are_compared_in_windows() -> None:
     shape = (3000, 1000)
     left, right = ByteRun("a", 0, 2000, 0, 3000, 4000), ByteRun("b/c", 0, 2000, 2000, 3000, 4000)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hfshard.errors import (
@@ -235,6 +243,28 @@ def set_chunk(number: int, **values: Any) -> Callable[[Metadata], object]:
     return change
 
 
+def _repeat_chunks(metadata: Metadata) -> None:
+    """Have as many chunks as the square of what the file has, none of which has an element."""
+    empty = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
+    one = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([0]), [empty] * 3000)
+    metadata.state_dict_metadata.update(dict.fromkeys(map(str, range(3000)), one))
+
+
+def _nest_path(metadata: Metadata) -> None:
+    """Name a tensor by a list whose text has 2**60 brackets."""
+    nested: list[Any] = []
+    for _ in range(60):
+        nested = [nested, nested]
+    metadata.planner_data["model.w"] = ("model", nested)
+
+
+def _collide(metadata: Metadata) -> None:
+    """Add places whose keys in a dict would be compared each with each."""
+    info = next(iter(metadata.storage_data.values()))
+    for offsets in product((0, sys.hash_info.modulus), repeat=8):
+        metadata.storage_data[MetadataIndex("model.w", torch.Size(offsets))] = info
+
+
 CHANGES: dict[str, tuple[Callable[[Metadata], object], type[HfshardError], str]] = {
     "a file outside": (set_place(relative_path="../x.distcp"), UnsafePathError, "outside of its directory"),
     "an absolute path": (set_place(relative_path="/etc/passwd"), UnsafePathError, "outside of its directory"),
@@ -259,6 +289,19 @@ CHANGES: dict[str, tuple[Callable[[Metadata], object], type[HfshardError], str]]
         lambda metadata: vars(metadata.state_dict_metadata["model.w"])["chunks"].pop(),
         DamagedCheckpointError,
         "has 16 of its 32 bytes",
+    ),
+    "one list of chunks again and again": (_repeat_chunks, DamagedCheckpointError, "there again and again"),
+    "one path again and again": (
+        lambda metadata: metadata.planner_data.update(dict.fromkeys(map(str, range(3000)), ("model",) * 3000)),
+        DamagedCheckpointError,
+        "there again and again",
+    ),
+    "lists of lists in a path": (_nest_path, DamagedCheckpointError, "does not describe a checkpoint"),
+    "offsets of one hash": (_collide, DamagedCheckpointError, "names that all have the same hash"),
+    "65 dimensions": (
+        lambda metadata: vars(metadata.state_dict_metadata["model.w"]).update(size=torch.Size([1] * 65)),
+        DamagedCheckpointError,
+        "no torch.Size",
     ),
     "no tensors": (lambda metadata: metadata.state_dict_metadata.clear(), CheckpointNotFoundError, "no weights"),
     "something else": (

@@ -41,6 +41,7 @@ RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 MODEL_0 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 GAPS = [[1, 0], [0], [0]]
+LONG = [[10**5000, 0], [0], [0]]
 HUGE = [{"a": (2**62, 2**62), "b": (1,)}, {"c": (1,)}, {"d": (1,)}]
 MODEL_1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
@@ -373,6 +374,7 @@ def _weight(name: str, value: Any) -> Callable[[Files], object]:
         (1, _state(MODEL, shared_params={"x": 1}), DamagedCheckpointError, "a int in place of text"),
         (1, _copied(MODEL, "mp_rank_01_model_states.pt"), InvalidArgumentError, "tensor parallel slices (2) without"),
         (1, _state(MODEL, mp_world_size=4), InvalidArgumentError, "tensor parallel slices (4) without a rule"),
+        (1, _state(MODEL, mp_world_size=10**5000), DamagedCheckpointError, "not as DeepSpeed writes it"),
         (3, _settings_of_slices, InvalidArgumentError, "tensor parallel slices (2) without a rule"),
         (1, _copied(MODEL, "layer_3_expert_0_mp_rank_00_model_states.pt"), InvalidArgumentError, "has experts in"),
         (1, _copied(MODEL, "expp_rank_0_mp_rank_00_optim_states.pt"), InvalidArgumentError, "has experts in parts"),
@@ -384,7 +386,8 @@ def _weight(name: str, value: Any) -> Callable[[Files], object]:
         (3, _settings(offload_optimizer={"device": "nvme"}), InvalidArgumentError, "optimizer states on NVMe"),
         (3, _settings(offload_param={"device": "nvme"}), InvalidArgumentError, "optimizer states on NVMe"),
         (3, _copied(MODEL_0, "offloaded_tensors/rank0/x.pt"), InvalidArgumentError, "optimizer states on NVMe"),
-        (3, _settings(mics_shard_size=2), InvalidArgumentError, "groups of 2 ranks (MiCS)"),
+        (3, _settings(mics_shard_size=2), InvalidArgumentError, "within groups of ranks (MiCS)"),
+        (3, _settings(mics_shard_size=10**5000), InvalidArgumentError, "within groups of ranks (MiCS)"),
         (3, _settings(zero_quantized_nontrainable_weights=True), InvalidArgumentError, "quantized frozen weights"),
         (1, _masters(RANK_0, 0, torch.zeros(11)), DamagedCheckpointError, "peers have 11, 10 elements of a group of "),
         (1, _masters(RANK_1, 0, torch.zeros(9)), DamagedCheckpointError, "peers have 12, 9 elements of a group of "),
@@ -396,6 +399,7 @@ def _weight(name: str, value: Any) -> Callable[[Files], object]:
         (1, _slice, DamagedCheckpointError, "has parameter 'up' in another place than its shape says"),
         (1, _unknown_slice, DamagedCheckpointError, "has parameter 'other' in another place than its shape says"),
         (1, _optimizer_state(RANK_1, param_alignment_paddings=[]), DamagedCheckpointError, "other paddings than one"),
+        (1, _optimizer_state(RANK_0, param_alignment_paddings=LONG), DamagedCheckpointError, "other paddings than one"),
         (1, _optimizer_state(RANK_1, param_alignment_paddings=GAPS), DamagedCheckpointError, "different paddings"),
         (1, _optimizer_state(RANK_1, zero_stage=ZeroStageEnum.gradients), DamagedCheckpointError, "different groups"),
         (1, _optimizer_state(RANK_0, zero_stage=7), DamagedCheckpointError, "stage 7 of ZeRO"),

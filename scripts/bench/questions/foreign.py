@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +33,15 @@ from bench.harness.processes import free_port
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer
 from bench.machine.limits import sync_files
 
-BIN, SAFE, DCP, MERGE, OURS = "bin", "safetensors", "dcp_to_torch_save", "merge-weights", "hfshard"
+BIN, SAFE, DCP, MERGE = "bin", "safetensors", "dcp_to_torch_save", "merge-weights"
+SHA256, NONE = OURS = ("hfshard", "hfshard-none")
 TITLES = {
     BIN: "`zero_to_fp32.py`",
     SAFE: "`zero_to_fp32.py --safe_serialization`",
     DCP: "`dcp_to_torch_save`: of all, as it can't choose",
     MERGE: "`accelerate merge-weights`",
-    OURS: "hfshard convert, sha256",
+    SHA256: "hfshard convert, sha256",
+    NONE: "hfshard convert, no checksum, like the other tools",
 }
 TIME, ANONYMOUS, READ = 0.5, 0.1, 1.02
 """Aims: times of the other tools', and shares of the float32 weights."""
@@ -215,7 +218,7 @@ def peers(context: Context) -> list[Peer]:
         )
         for state in STATES
         for name, source in SOURCES.items()
-        for tool in (*source.tools, OURS)
+        for tool in (*source.tools, *OURS)
     ]
 
 
@@ -259,11 +262,13 @@ def _by_accelerate(_: Path, checkpoint: Path, context: Context) -> Callable[[], 
     return lambda: tool(str(checkpoint), str(context.target))
 
 
-def _by_hfshard(_: Path, checkpoint: Path, context: Context) -> Callable[[], object]:
+def _by_hfshard(_: Path, checkpoint: Path, context: Context, checksum: Any) -> Callable[[], object]:
     """`hfshard convert`."""
     import hfshard
 
-    return partial(hfshard.reshard_checkpoint, checkpoint, context.target, context.size.shard_size, progress=False)
+    convert = hfshard.reshard_checkpoint
+    options: dict[str, Any] = {"max_shard_size": context.size.shard_size, "checksum": checksum, "progress": False}
+    return partial(convert, checkpoint, context.target, **options)
 
 
 CONVERSIONS: dict[str, Callable[[Path, Path, Context], Callable[[], object]]] = {
@@ -273,7 +278,8 @@ CONVERSIONS: dict[str, Callable[[Path, Path, Context], Callable[[], object]]] = 
     ),
     DCP: _by_torch,
     MERGE: _by_accelerate,
-    OURS: _by_hfshard,
+    SHA256: partial(_by_hfshard, checksum="sha256"),
+    NONE: partial(_by_hfshard, checksum=None),
 }
 
 
@@ -286,7 +292,7 @@ def _pairs(data: Data) -> Iterator[tuple[str, str, Source]]:
     """(state, name, source) that were measured."""
     for state in STATES:
         for name, source in SOURCES.items():
-            if runs_of(data, f"{OURS} {name}/{state}"):
+            if runs_of(data, f"{SHA256} {name}/{state}"):
                 yield state, name, source
 
 
@@ -297,7 +303,7 @@ def render(data: Data) -> str:
         f"### {source.title}, {state}\n\n"
         + markdown_table(
             [*titles, "written, × weights"],
-            [_row(data, f"{tool} {name}/{state}", tool) for tool in (*source.tools, OURS)],
+            [_row(data, f"{tool} {name}/{state}", tool) for tool in (*source.tools, *OURS)],
         )
         for state, name, source in _pairs(data)
     ]
@@ -335,12 +341,18 @@ def targets(data: Data) -> list[Target]:
     """The aims, and what was measured of them."""
     found = []
     for state, name, source in _pairs(data):
-        ours = f"{OURS} {name}/{state}"
-        for tool in source.tools:
+        for own, tool in product(OURS, source.tools):
+            what = f"{TITLES[own].removeprefix('hfshard ').split(', like')[0]}: time"
             other = f"{TITLES[tool].split(':')[0]}, {source.title}, {state}"
-            found.append(at_most("convert: time", TIME, ratio(data, ours, f"{tool} {name}/{state}"), other))
+            measured = ratio(data, f"{own} {name}/{state}", f"{tool} {name}/{state}")
+            found.append(at_most(what, TIME, measured, other))
     weights = FLOAT32 * data["bytes"]
-    runs = [(state, run) for state, name, _ in _pairs(data) for run in runs_of(data, f"{OURS} {name}/{state}")]
+    runs = [
+        (state, run)
+        for state, name, _ in _pairs(data)
+        for own in OURS
+        for run in runs_of(data, f"{own} {name}/{state}")
+    ]
     anonymous = max((run["peak"] / weights for _, run in runs), default=None)
     read = max((run["read"] / weights for state, run in runs if state == "cold"), default=None)
     found.append(at_most("convert: anonymous memory", ANONYMOUS, anonymous, "the weights"))

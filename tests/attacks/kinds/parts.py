@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +93,14 @@ def _zero(payload: Callable[[Place], bytes], file: str) -> Build:
     return build
 
 
+def _bomb(place: Place) -> bytes:
+    """A pickle that takes a thousandth of its bytes."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("archive/data.pkl", pickled(mapping({})) + bytes(1 << 24))
+    return archive.getvalue()
+
+
 def _latest(content: bytes) -> Build:
     def build(place: Place) -> Expected:
         honest = zipped(mapping({}), {})
@@ -122,6 +132,8 @@ register_all(
         "items-empty": _with_file(ITEMS, lambda place: b""),
         "zero-optimizer-code": _zero(lambda place: zipped(_system(place), {}), OPTIMIZER),
         "zero-model-code": _zero(lambda place: zipped(_system(place), {}), MODEL),
+        "zero-optimizer-bomb": _zero(_bomb, OPTIMIZER),
+        "zero-model-bomb": _zero(_bomb, MODEL),
         "zero-latest-outside": _latest(b"../outside"),
         "zero-latest-absolute": _latest(b"/etc"),
     },
