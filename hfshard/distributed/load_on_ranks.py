@@ -39,6 +39,7 @@ from hfshard.places.source import CheckpointSource, open_source, use_checkpoint
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
     assign,
@@ -46,6 +47,7 @@ from hfshard.tensors.state_dict import (
     has_spread,
     is_dtensor,
     is_sharded_tensor,
+    is_spread_tensor,
     local_tensor,
     reject_freed,
     reject_partitioned,
@@ -164,11 +166,15 @@ def _read_like(
 
 
 def has_spread_state(model: nn.Module) -> bool:
-    """Return whether a module has DTensors. FSDP2 parameters that are gathered after a forward pass are sharded again.
+    """Return whether a module has DTensors, or flat parameters of FSDP1.
+
+    FSDP2 parameters that are gathered after a forward pass are sharded again.
 
     Raises:
         InvalidArgumentError: Its state dict has ShardedTensors.
     """
+    if has_flat_parameters(model):
+        return True
     if "torch.distributed.tensor" not in sys.modules:
         return False
     state_dict = model.state_dict()
@@ -304,7 +310,7 @@ def _loads_by_itself(module: nn.Module) -> bool:
 
 def _has_own_memory(value: Any) -> bool:
     """Return whether it is a tensor with memory that can be read into, and not another library's wrapper."""
-    part = local_tensor(value) if is_dtensor(value) else value
+    part = local_tensor(value) if is_spread_tensor(value) else value
     return is_torch_tensor_type(part) and not part.is_meta
 
 
@@ -341,8 +347,8 @@ class _Targets:
             dtype: Of the new one.
             shape: For a value that is not a tensor.
         """
-        if is_dtensor(own) or is_torch_tensor_type(own):
-            part = local_tensor(own) if is_dtensor(own) else own
+        if is_spread_tensor(own) or is_torch_tensor_type(own):
+            part = local_tensor(own) if is_spread_tensor(own) else own
             home = _mesh_device(own) if is_dtensor(own) else self._device
             device = home if part.is_meta else part.device
             mapped = self._mapper.map_like(stored, own, dtype, device)

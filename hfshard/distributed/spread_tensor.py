@@ -17,6 +17,7 @@ from hfshard.distributed.layout import (
     Coordinate,
     Interval,
     MeshLayout,
+    Placement,
     box_elements,
     box_shape,
     clip_box,
@@ -26,7 +27,8 @@ from hfshard.distributed.layout import (
     single_run,
 )
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.state_dict import PartOfTensor, is_dtensor, local_tensor, reject_sharded_tensors
+from hfshard.tensors.flat_tensor import FlatTensor, PartOfTensor
+from hfshard.tensors.state_dict import is_spread_tensor, local_tensor, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
@@ -55,10 +57,12 @@ class SpreadTensor(PartOfTensor):
     """This rank's position in the mesh; None: it has no part."""
     local: torch.Tensor
     """This rank's part of the source, on its device; it shares the model's memory."""
+    is_cut: bool = False
+    """True if `local` is only what this rank has of the interval that is stored of a flat source."""
 
     @classmethod
-    def of(cls, tensor: DTensor, name: str) -> Self:
-        """Describe a DTensor, without contacting another rank.
+    def of(cls, tensor: DTensor | FlatTensor, name: str) -> Self:
+        """Describe a DTensor or a `FlatTensor`, without contacting another rank.
 
         Args:
             tensor: On any device.
@@ -68,6 +72,14 @@ class SpreadTensor(PartOfTensor):
             UnstorableTensorError: Its placements or its local tensor cannot be stored.
         """
         shape = tuple(tensor.shape)
+        if isinstance(tensor, FlatTensor):
+            flat = tensor.flat
+            mesh = MeshLayout((len(flat.ranks),), flat.ranks, (Placement(0 if flat.is_cut else None),))
+            place = dict(mesh.coordinates()).get(dist.get_rank())
+            window = ((flat.first, flat.first + prod(shape)),)
+            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_cut=True)
+            part._check(name)
+            return part
         mesh = mesh_layout_of(tensor, name)
         coordinate = tensor.device_mesh.get_coordinate()
         spread = cls(
@@ -133,7 +145,11 @@ class SpreadTensor(PartOfTensor):
                 "has an interval of its elements. Save with save_original_format=False."
             )
         first = self.window[0][0] if self.window else 0
-        return replace(self, shape=shape, window=((first + run[0], first + run[1]),))
+        interval = first + run[0], first + run[1]
+        local = self.local
+        if self.is_cut and self.coordinate is not None:
+            local = local[local_slices(self.stored_box, (run,))]
+        return replace(self, shape=shape, window=(interval,), local=local)
 
     @property
     def stored_box(self) -> Box:
@@ -159,7 +175,7 @@ class SpreadTensor(PartOfTensor):
 
     def part(self) -> torch.Tensor:
         """Return this rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
-        if self.window is None or self.coordinate is None or not self.local.numel():
+        if self.is_cut or self.window is None or self.coordinate is None or not self.local.numel():
             return self.local
         box = held_box(self.source_shape, self.mesh, self.coordinate)
         return self.local[local_slices(box, self.window)]
@@ -196,7 +212,7 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
         UnstorableTensorError: One cannot be stored. No other rank was contacted.
     """
     reject_sharded_tensors(tensors)
-    return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
+    return {name: SpreadTensor.of(value, name) if is_spread_tensor(value) else value for name, value in tensors.items()}
 
 
 # A box's bytes in the full tensor: contiguous runs, found for a range of bytes at a time.

@@ -21,6 +21,7 @@ from hfshard.format.strict_json import dump_json
 from hfshard.models.model_classes import architecture_of, empty_custom_object, view_as_alias
 from hfshard.models.rank_parts import build_meta_model, is_pipeline_stage, stored_parts, trace_reverted
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
+from hfshard.tensors.fsdp1 import count_parameters, has_flat_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
     has_partitioned,
@@ -98,7 +99,9 @@ def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tup
 
 def _parameters_of(model: PreTrainedModel) -> int | None:
     """Return a model's parameter count; None if DeepSpeed has partitioned it, as transformers would miscount."""
-    return None if has_partitioned(model) else model.num_parameters()
+    if has_partitioned(model):
+        return None
+    return count_parameters(model) if has_flat_parameters(model) else model.num_parameters()
 
 
 def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:

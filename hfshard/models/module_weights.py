@@ -19,6 +19,7 @@ from hfshard.format.index import CheckpointIndex
 from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
+from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.state_dict import has_spread, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
 
@@ -67,7 +68,7 @@ def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> 
     """
     if state_dict is not None:
         return has_spread(state_dict)
-    if has_spread(dict(model.named_parameters())):
+    if has_spread(dict(model.named_parameters())) or has_flat_parameters(model):
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())

@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.tensors.parameter_names import without_wrappers, wrapped_prefixes
-from hfshard.tensors.state_dict import PartOfTensor, is_dtensor, local_tensor
+from hfshard.tensors.state_dict import is_dtensor, local_tensor
 from hfshard.tensors.stored_tensor import check_initialized, is_torch_tensor_type
 
 Place = tuple[nn.Module, str]
@@ -22,8 +23,9 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (except
     the strides of dimensions of size 1). Other views of one storage, disjoint or overlapping, are separate tensors.
-    Empty tensors are never tied. Names of one `PartOfTensor` are tied, whatever its memory. Meta tensors and DTensors have no address: those of one storage are compared by their
-    offsets in it, so that ranks agree about DTensors, of which one rank may have an empty part.
+    Empty tensors are never tied. Names of one `PartOfTensor` are tied. Meta tensors and DTensors have no address: those
+    of one storage are compared by their offsets in it, so that ranks agree about DTensors, of which one rank may have
+    an empty part.
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. Values that are not tensors are never tied.
@@ -197,10 +199,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Group the tensors whose memory ranges overlap. DTensors are left out."""
+    """Group the tensors whose memory ranges overlap. Parts of tensors are left out."""
     by_storage: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if is_dtensor(tensor):  # its address is 0, or an offset if this rank's part is a view
+        if is_dtensor(tensor) or isinstance(
+            tensor, PartOfTensor
+        ):  # its address is 0, or an offset if this rank's part is a view
             continue
         if has_memory(tensor) and not tensor.is_meta and tensor.data_ptr():
             by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor

@@ -29,6 +29,7 @@ from hfshard.tensors.state_dict import (
 )
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import stage_digest
+from hfshard.training.state.flat_optimizer import local_states
 from hfshard.training.state.optimizer import group_names, link_inner_optimizers, plan_optimizer, reject_sharded_state
 from hfshard.training.state.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.state.reordering import (
@@ -157,7 +158,8 @@ class PartPlanner:
             load = plan_module(name, part, value, self.directory, restoration.differences, strict=self.strict)
         elif kind == "optimizer":
             reject_sharded_state(part, name)
-            load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
+            own = local_states(self.state, name, value, self.parameter_names, self.directory)
+            load = plan_optimizer(part, own, self.parameter_names, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
         else:
             reorderings = find_reorderings(name, self.state, self.saved, self.directory)

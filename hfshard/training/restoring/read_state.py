@@ -16,9 +16,12 @@ from hfshard.distributed.read_parts import read_parts, stored_tensors
 from hfshard.errors import UnstorableTensorError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
+from hfshard.tensors.flat_tensor import FlatTensor
+from hfshard.tensors.fsdp1 import flat_parameters
+from hfshard.tensors.state_dict import collect_state_dict, is_dtensor, is_spread_tensor
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
+from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
@@ -100,27 +103,30 @@ class StateLayouts:
         """
         live = self._live[base].get(name)
         if live is not None and tuple(live.shape) == shape:
-            return _empty_like(live, dtype) if is_dtensor(live) else None
+            return _empty_like(live, dtype) if is_spread_tensor(live) else None
         parameter = self._parameter_of(base, name)
         if parameter is None:
             return None
         is_count = not shape and (parameter.dim() > 0 or name.endswith(f"/{_PLAIN_SLOT}"))
         if tuple(parameter.shape) == shape and not is_count:
             return _empty_like(parameter, dtype)
-        return None if is_count or base == STATE_BASE else _empty_everywhere(parameter, shape, dtype)
+        is_whole = is_count or base == STATE_BASE or isinstance(parameter, FlatTensor)
+        return None if is_whole else _empty_everywhere(parameter, shape, dtype)
 
     @cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
         """The spread parameters, by name."""
         modules = self._state.of_kind("module").values()
         parameters = chain.from_iterable(module.parameters() for module in modules)
-        return {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
+        members = chain.from_iterable(flat.members for module in modules for flat in flat_parameters(module))
+        found: dict[str, torch.Tensor] = {self._names[id(one.parameter)]: one.tensor for one in members}
+        return found | {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
 
     @cached_property
     def _live(self) -> Mapping[str, dict[str, torch.Tensor]]:
         """The tensors that the state has, by set and name."""
         found: dict[str, dict[str, torch.Tensor]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
-        for name, part in self._state.components.items():
+        for name, part in with_named_states(self._state).components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
                 state_dict = collect_state_dict(part)

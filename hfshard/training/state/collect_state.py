@@ -20,6 +20,7 @@ from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import collect_state_dict, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
 from hfshard.training.state.adapter import ADAPTER_BASE, adapter_request
+from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer, reject_unsaved
 from hfshard.training.state.rng import rng_state
@@ -153,6 +154,7 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     found = Components({}, {}, {})
+    state = with_named_states(state)
     names = state.parameter_names()
     for name, kind in state.kinds.items():
         if kind != "loader" and name not in left_out:
