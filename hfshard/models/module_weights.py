@@ -50,7 +50,7 @@ def save_module(
         Everything that `save_here_or_on_ranks` raises.
     """
     is_part = partial(is_spread, model, state_dict)
-    if not (is_main_process or options.is_collective):
+    if not (is_main_process or options.is_collective or has_flat_parameters(model)):
         tensors = model.state_dict() if state_dict is None else state_dict
         reject_sharded_tensors(tensors)
         is_part = partial(has_spread, tensors)

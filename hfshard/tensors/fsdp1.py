@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -200,40 +200,49 @@ def _units(model: nn.Module) -> list[Any]:
         return []
     within = _wrappers_in(model)
     modules = set(model.modules())
-    if any(map(_is_flattened, modules)) and not _account_for(modules, within):
-        within = _wrappers_around(modules, within)
-        if not _account_for(modules, within):
+    if not _left_over(modules, within, _may_be_flattened):
+        around = within
+    else:
+        around = _wrappers_around(modules, within)
+        if _left_over(modules, around, _is_flattened):
             raise UnstorableTensorError(
                 f"Cannot read the parameters of {type(model).__name__}: FullyShardedDataParallel has flattened them, "
                 "and that wrapper does not exist any more. Keep the wrapper, and pass it."
             )
-    return [one for one in within if one._handle is not None and not _is_summoned(one)]
+    return [one for one in around if one._handle is not None and not _is_summoned(one)]
 
 
-def _is_flattened(module: nn.Module) -> bool:
-    """Return whether torch has put a parameter of a module itself into a flat one; then it may be a plain view now."""
-    parameters = [one for one in module._parameters.values() if one is not None]
-    return any(getattr(one, "_fsdp_flattened", False) or not isinstance(one, nn.Parameter) for one in parameters)
+def _is_flattened(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def _account_for(modules: set[nn.Module], wrappers: list[Any]) -> bool:
-    known = {module for one in wrappers if one._handle is not None for module in one._handle.flat_param._modules}
-    return all(module in known or not _is_flattened(module) for module in modules)
+def _may_be_flattened(parameter: torch.Tensor) -> bool:
+    """Return whether torch has put a parameter into a flat one; during a pass, a plain view may be in its place."""
+    return _is_flattened(parameter) or not isinstance(parameter, nn.Parameter)
 
 
-def _wrappers_around(modules: set[nn.Module], within: list[Any]) -> list[Any]:
+def _left_over(modules: set[nn.Module], wrappers: Sequence[Any], kind: Callable[[torch.Tensor], bool]) -> bool:
+    """Return whether a module has parameters of a kind that none of these wrappers has flattened."""
+    known = {module for one in wrappers if one._handle is not None for module in _modules_of(one)}
+    return any(kind(one) for module in modules - known for one in module._parameters.values() if one is not None)
+
+
+def _modules_of(unit: Any) -> set[nn.Module]:
+    """Return the modules that had the parameters, and the one that has the flat parameter."""
+    return {*unit._handle.flat_param._modules, unit.module}
+
+
+def _wrappers_around(modules: set[nn.Module], within: Sequence[Any]) -> list[Any]:
     """Find the wrappers of this process, also around a module, that have flattened parameters of these modules."""
     fsdp = sys.modules["torch.distributed.fsdp"]
 
     def found() -> list[Any]:
-        around = [
-            one
-            for one in _KNOWN
-            if one not in within and one._handle is not None and not modules.isdisjoint(one._handle.flat_param._modules)
-        ]
-        return [*around, *within]
+        others = [one for one in _KNOWN if one not in within and one._handle is not None]
+        return [*(one for one in others if not modules.isdisjoint(one._handle.flat_param._modules)), *within]
 
-    if not _account_for(modules, found()):
+    if _left_over(modules, found(), _may_be_flattened):
+        if gc.get_freeze_count():
+            gc.unfreeze()  # what gc.freeze() has put aside is in no list
         _KNOWN.update(one for one in gc.get_objects() if issubclass(type(one), fsdp.FullyShardedDataParallel))
     return found()
 
