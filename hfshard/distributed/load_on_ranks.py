@@ -40,6 +40,7 @@ from hfshard.places.source import CheckpointSource, open_source, use_checkpoint
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
     PartitionedParameter,
@@ -49,6 +50,7 @@ from hfshard.tensors.state_dict import (
     is_dtensor,
     is_loaded_by_ranks,
     is_sharded_tensor,
+    is_spread_tensor,
     local_tensor,
     partitioned_parameters,
     reject_freed,
@@ -173,7 +175,7 @@ def has_spread_state(model: nn.Module) -> bool:
     Raises:
         InvalidArgumentError: Its state dict has ShardedTensors.
     """
-    if is_loaded_by_ranks(model):
+    if is_loaded_by_ranks(model) or has_flat_parameters(model):
         return True
     if "torch.distributed.tensor" not in sys.modules:
         return False
@@ -332,7 +334,7 @@ def _loads_by_itself(module: nn.Module) -> bool:
 
 def _has_own_memory(value: Any) -> bool:
     """Return whether it is a tensor with memory that can be read into, and not another library's wrapper."""
-    part = local_tensor(value) if is_dtensor(value) else value
+    part = local_tensor(value) if is_spread_tensor(value) else value
     return is_torch_tensor_type(part) and not part.is_meta
 
 
@@ -373,8 +375,8 @@ class _Targets:
             dtype: Of the new one.
             shape: For a value that is not a tensor.
         """
-        if is_dtensor(own) or is_torch_tensor_type(own):
-            part = local_tensor(own) if is_dtensor(own) else own
+        if is_spread_tensor(own) or is_torch_tensor_type(own):
+            part = local_tensor(own) if is_spread_tensor(own) else own
             home = _mesh_device(own) if is_dtensor(own) else self._device
             device = home if part.is_meta else part.device
             mapped = self._mapper.map_like(stored, own, dtype, device)

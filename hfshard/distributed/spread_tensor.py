@@ -27,13 +27,8 @@ from hfshard.distributed.layout import (
     single_run,
 )
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.state_dict import (
-    PartitionedParameter,
-    PartOfTensor,
-    is_dtensor,
-    local_tensor,
-    reject_sharded_tensors,
-)
+from hfshard.tensors.flat_tensor import FlatTensor, PartOfTensor
+from hfshard.tensors.state_dict import PartitionedParameter, is_spread_tensor, local_tensor, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
@@ -62,12 +57,12 @@ class SpreadTensor(PartOfTensor):
     """This rank's position in the mesh; None: it has no part."""
     local: torch.Tensor
     """This rank's part of the source, on its device; it shares the model's memory."""
-    is_own: bool = False
-    """True if `local` has only what is stored, in memory of its own; see `with_part`."""
+    is_cut: bool = False
+    """True if `local` is only what this rank has of what is stored, not of all of the source."""
 
     @classmethod
-    def of(cls, tensor: DTensor, name: str) -> Self:
-        """Describe a DTensor, without contacting another rank.
+    def of(cls, tensor: DTensor | FlatTensor, name: str) -> Self:
+        """Describe a DTensor or a `FlatTensor`, without contacting another rank.
 
         Args:
             tensor: On any device.
@@ -77,6 +72,14 @@ class SpreadTensor(PartOfTensor):
             UnstorableTensorError: Its placements or its local tensor cannot be stored.
         """
         shape = tuple(tensor.shape)
+        if isinstance(tensor, FlatTensor):
+            flat = tensor.flat
+            mesh = MeshLayout((len(flat.ranks),), flat.ranks, (Placement(0 if flat.is_cut else None),))
+            place = dict(mesh.coordinates()).get(dist.get_rank())
+            window = ((flat.first, flat.first + prod(shape)),)
+            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_cut=True)
+            part._check(name)
+            return part
         mesh = mesh_layout_of(tensor, name)
         coordinate = tensor.device_mesh.get_coordinate()
         spread = cls(
@@ -142,7 +145,11 @@ class SpreadTensor(PartOfTensor):
                 "has an interval of its elements. Save with save_original_format=False."
             )
         first = self.window[0][0] if self.window else 0
-        return replace(self, shape=shape, window=((first + run[0], first + run[1]),))
+        interval = first + run[0], first + run[1]
+        local = self.local
+        if self.is_cut and self.coordinate is not None:
+            local = local[local_slices(self.stored_box, (run,))]
+        return replace(self, shape=shape, window=(interval,), local=local)
 
     @property
     def stored_box(self) -> Box:
@@ -176,7 +183,7 @@ class SpreadTensor(PartOfTensor):
 
     def part(self) -> torch.Tensor:
         """Return this rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
-        if self.is_own or self.window is None or self.coordinate is None or not self.local.numel():
+        if self.is_cut or self.window is None or self.coordinate is None or not self.local.numel():
             return self.local
         box = held_box(self.source_shape, self.mesh, self.coordinate)
         return self.local[local_slices(box, self.window)]
@@ -187,7 +194,7 @@ class SpreadTensor(PartOfTensor):
         Args:
             part: Of the shape of what `part` returns.
         """
-        return replace(self, dtype=part.dtype, local=part, is_own=True)
+        return replace(self, dtype=part.dtype, local=part, is_cut=True)
 
     def _check(self, name: str) -> None:
         """Reject a local tensor that cannot be stored, or is not what the placements say."""
@@ -227,7 +234,7 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _spread(value: Any, name: str) -> Any:
     if isinstance(value, PartitionedParameter):
         return partition_of(value, value.local, name)
-    return SpreadTensor.of(value, name) if is_dtensor(value) else value
+    return SpreadTensor.of(value, name) if is_spread_tensor(value) else value
 
 
 def partition_of(parameter: PartitionedParameter, part: torch.Tensor, name: str) -> SpreadTensor:

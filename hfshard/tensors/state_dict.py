@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hfshard.errors import HfshardError, InvalidArgumentError, UnstorableTensorError
+from hfshard.tensors.flat_tensor import FlatTensor, PartOfTensor
+from hfshard.tensors.fsdp1 import flat_parameter_names, flat_tensors, reshard, with_flat_tensors, without_gathering
 from hfshard.tensors.parameter_names import strip_wrappers, unwrap, without_wrappers, wrapped_prefixes
 from hfshard.tensors.stored_tensor import check_initialized, fits_its_storage, is_torch_tensor_type
 
@@ -26,8 +28,8 @@ def collect_state_dict(model: nn.Module, purpose: Purpose = "save") -> dict[str,
     """Collect the model's state dict without the prefixes of wrappers.
 
     Wrappers are recognized by their class, not by name: a child that is really called `module` keeps its name. The
-    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are, and those
-    that DeepSpeed has partitioned are `PartitionedParameter`s.
+    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are, those
+    that DeepSpeed has partitioned are `PartitionedParameter`s, and those under FSDP1 are `FlatTensor`s.
 
     Args:
         model: Not changed.
@@ -39,12 +41,13 @@ def collect_state_dict(model: nn.Module, purpose: Purpose = "save") -> dict[str,
     """
     model = unwrap(model)
     parts = {name: one for name, one in partitioned_parameters(model, purpose).items() if not one.is_whole}
-    state_dict = model.state_dict()
+    with without_gathering(model):
+        state_dict = model.state_dict()
     state_dict.update((name, parts[name]) for name in parts.keys() & state_dict.keys())
     check_initialized(state_dict)
     fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
-    return {without_wrappers(name, wrapped): value for name, value in state_dict.items()}
+    return with_flat_tensors(model, {without_wrappers(name, wrapped): value for name, value in state_dict.items()})
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -60,8 +63,11 @@ def tied_parameter_names(model: nn.Module) -> list[list[str]]:
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
     model = unwrap(model)
     wrapped = wrapped_prefixes(model)
-    names: dict[int, list[str]] = {}
+    names = flat_parameter_names(model)
+    flattened = set(names)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in flattened:
+            continue
         names.setdefault(id(parameter), []).append(without_wrappers(name, wrapped))
     return names
 
@@ -96,10 +102,21 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hoo
         InvalidArgumentError: A tensor of the model has no memory, and nothing was assigned; or one that should have
             been replaced is still a meta tensor.
     """
+    with without_gathering(model):
+        _assign(model, state_dict, runs_hooks=runs_hooks)
+
+
+def _assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hooks: bool) -> None:
     model_state = model.state_dict()
     reject_freed(model_state)
+    flat = flat_tensors(model)
+    if flat:
+        reshard(model)
+        for name in flat.keys() & state_dict.keys():
+            flat[name].fill(state_dict[name])
     wrapped = wrapped_prefixes(model)
     short_names = {name: without_wrappers(name, wrapped) for name in model_state}
+    short_names = {name: short for name, short in short_names.items() if short not in flat}
     tensors = {name: state_dict[short] for name, short in short_names.items() if short in state_dict}
     meta = {name: tensor for name, tensor in tensors.items() if getattr(model_state[name], "is_meta", False)}
     filled = {name: tensor for name, tensor in tensors.items() if name not in meta}
@@ -272,12 +289,6 @@ def _is_meta(value: object) -> bool:
 # Detection of DTensors, of which each rank has a part, and of their predecessors, ShardedTensors.
 
 
-class PartOfTensor:
-    """A tensor to store of which this rank has a part, and which is not a DTensor; `SpreadTensor` is one."""
-
-    __slots__ = ()
-
-
 def has_spread(tensors: Mapping[str, Any]) -> bool:
     """Return whether any of the values is spread over ranks, so that all of them must call a save."""
     return any(isinstance(value, PartOfTensor) or is_dtensor(value) for value in tensors.values())
@@ -289,8 +300,15 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
+def is_spread_tensor(value: object) -> TypeGuard[DTensor | FlatTensor]:
+    """Return whether it is a torch.Tensor of which each rank has a part."""
+    return isinstance(value, FlatTensor) or is_dtensor(value)
+
+
+def local_tensor(tensor: DTensor | FlatTensor) -> torch.Tensor:
     """Return this rank's part: not a copy; empty if it has none. Wait for a collective that still fills it."""
+    if isinstance(tensor, FlatTensor):
+        return tensor.local
     with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)

@@ -55,6 +55,7 @@ from hfshard.training.state.collect_state import (
     rank_prefix,
     save_options,
 )
+from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ def save_spread(
             return _save_replicated(order, writer, write, session, own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
+        order = replace(order, state=with_named_states(order.state, lambda raw: session.meet("flat", raw).values()))
         if is_pipeline:
             order = replace(order, state=_as_stage(order.state, session, stages))
         components, of_a_rank = _share_components(order, session, stages) if is_pipeline else (None, own.objects)
@@ -137,8 +139,8 @@ def _find_stages(
     """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have different parts, or save into different
-            directories; or copies of a parameter differ.
+        InvalidArgumentError: Gradients of FSDP1 would be saved; or the ranks have different parts, or save into
+            different directories; or copies of a parameter differ.
     """
     is_spread = is_spread_state(order.state)
     replicas = Replicas.of(order.state)

@@ -28,6 +28,7 @@ from hfshard.tensors.state_dict import (
 )
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import stage_digest
+from hfshard.training.state.flat_optimizer import local_states
 from hfshard.training.state.optimizer import (
     group_names,
     link_inner_optimizers,
@@ -166,6 +167,7 @@ class PartPlanner:
             reject_sharded_state(part, name)
             value = regroup(value, group_names(part, self.parameter_names, name), name, self.directory)
             self.saved[name]["state"] = {**self.saved[name]["state"], "groups": value["groups"]}
+            value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)

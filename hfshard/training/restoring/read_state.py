@@ -17,9 +17,12 @@ from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import UnstorableTensorError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.flat_tensor import FlatTensor
+from hfshard.tensors.fsdp1 import flat_parameters
+from hfshard.tensors.state_dict import is_dtensor, is_spread_tensor
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
+from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
@@ -104,7 +107,7 @@ class StateLayouts:
         if live is not None and tuple(live.shape) == shape:
             if isinstance(live, SpreadTensor):
                 return empty_part(live, dtype)
-            return _empty_like(live, dtype) if is_dtensor(live) else None
+            return _empty_like(live, dtype) if is_spread_tensor(live) else None
         parameter = self._parameter_of(base, name)
         if parameter is None:
             return None
@@ -113,14 +116,17 @@ class StateLayouts:
             return empty_part(parameter, dtype) if parameter.shape == shape else None
         if tuple(parameter.shape) == shape and not is_count:
             return _empty_like(parameter, dtype)
-        return None if is_count or base == STATE_BASE else _empty_everywhere(parameter, shape, dtype)
+        is_whole = is_count or base == STATE_BASE or isinstance(parameter, FlatTensor)
+        return None if is_whole else _empty_everywhere(parameter, shape, dtype)
 
     @cached_property
     def _parameters(self) -> dict[str, Any]:
         """The spread parameters, by name."""
         modules = self._state.of_kind("module").values()
         parameters = chain.from_iterable(module.parameters() for module in modules)
-        found: dict[str, Any] = {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
+        members = chain.from_iterable(flat.members for module in modules for flat in flat_parameters(module))
+        found: dict[str, Any] = {self._names[id(one.parameter)]: one.tensor for one in members}
+        found |= {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
         for module in modules:
             parts = {**self._state.masters, **spread_parameters(module)}
             found |= {self._names[key]: one for key, one in parts.items() if key in self._names}
@@ -130,7 +136,7 @@ class StateLayouts:
     def _live(self) -> Mapping[str, dict[str, Any]]:
         """The tensors that the state has, by set and name."""
         found: dict[str, dict[str, Any]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
-        for name, part in self._state.components.items():
+        for name, part in with_named_states(self._state).components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
                 whole = whole_names(part, self._state.masters)

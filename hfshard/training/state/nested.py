@@ -15,7 +15,7 @@ import torch
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.pickles.plain_values import NOT_STORED, NotStored
-from hfshard.tensors.state_dict import PartOfTensor
+from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.training.state.step import RestoredStep
 
 _MAX_DEPTH: Final = 40

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
+from hfshard.tensors.fsdp1 import has_flat_parameters, reshard
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
     RUN_REMEDY,
@@ -276,12 +277,16 @@ def is_spread_state(state: TrainingState) -> bool:
         state: Its modules under `fully_shard` are resharded; the next pass gathers them again.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1; or DeepSpeed has partitioned a part in an unknown way.
+        InvalidArgumentError: A part is the gradients of a module under FSDP1; or DeepSpeed has partitioned a part in
+            an unknown way.
     """
     _reject_deepspeed(state)
     modules = list(state.of_kind("module").values())
     for module in modules:
         _reshard(module)
+    if any(map(has_flat_parameters, modules)):
+        _reject_flat_gradients(state)
+        return True
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
     has_parts = bool(state.named_optimizers) or any(map(is_loaded_by_ranks, modules))
@@ -305,17 +310,21 @@ def _reject_deepspeed(state: TrainingState) -> None:
             )
 
 
+def _reject_flat_gradients(state: TrainingState) -> None:
+    name = next((name for name, part in state.components.items() if isinstance(part, Gradients)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"Cannot save or restore '{name}': under FullyShardedDataParallel (FSDP1) gradients have no names and "
+            "shapes of their own. Save after optimizer.step(), without Gradients; or use fully_shard."
+        )
+
+
 def _reshard(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    for name, one in module.named_modules():
-        if isinstance(one, fsdp.FullyShardedDataParallel):
-            raise InvalidArgumentError(
-                f"{f'{name!r} of the model' if name else 'The model'} is wrapped by FullyShardedDataParallel (FSDP1), "
-                "whose flat parameters have no names and shapes of their own. Shard it with "
-                "torch.distributed.fsdp.fully_shard instead."
-            )
+    reshard(module)
+    for one in module.modules():
         if isinstance(one, fsdp.FSDPModule):
             with torch.no_grad():
                 one.reshard()
