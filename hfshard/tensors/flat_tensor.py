@@ -77,6 +77,15 @@ class FlatTensor(torch.Tensor, PartOfTensor):
         made.flat = flat
         return made
 
+    @classmethod
+    def within(cls, part: torch.Tensor, shape: Sequence[int], flat: FlatLayout) -> FlatTensor:
+        """Describe a tensor from this rank's part of the flat one, in whose memory its elements are."""
+        rank = dist.get_rank()
+        start, stop = flat.held(prod(shape), rank)
+        length = -(-flat.elements // len(flat.ranks)) if flat.is_cut else 0
+        offset = flat.first - flat.ranks.index(rank) * length
+        return cls(part[offset + start : offset + stop] if stop > start else part[:0], shape, flat)
+
     def with_local(self, local: torch.Tensor) -> FlatTensor:
         """Return a tensor that is spread in the same way, with other values."""
         return FlatTensor(local, self.shape, self.flat)
@@ -107,3 +116,27 @@ class FlatTensor(torch.Tensor, PartOfTensor):
             f"{func} needs the values of a tensor of shape {list(args[0].shape)}, of which this rank has only an "
             "interval. Gather it first: with FullyShardedDataParallel.summon_full_params(model)."
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartOfParameter:
+    """This rank's part of a module's parameter; subclasses know the framework that keeps it."""
+
+    parameter: Any
+    """The variable by which an optimizer knows it."""
+    tensor: FlatTensor
+    """The part of what the model computes with."""
+    target: FlatTensor
+    """The part that a load fills: what an optimizer steps on, if that is another tensor."""
+    is_whole: bool = False
+    """True if every rank has all of the parameter, too."""
+    is_gathered: bool = False
+    """True if that is so for a block of the program only, which may change the parameter."""
+
+    def load(self, values: torch.Tensor) -> None:
+        """Fill the part from a tensor that is complete, or spread in the same way."""
+        self.target.fill(values)
+        self.take_loaded()
+
+    def take_loaded(self) -> None:
+        """Do what the framework needs after `target` was filled: nothing, unless it has another copy."""

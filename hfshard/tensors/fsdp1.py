@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor
+from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor, PartOfParameter
 from hfshard.tensors.parameter_names import unwrap, without_wrappers, wrapped_prefixes
 
 _HOOKS: Final = (
@@ -40,16 +40,16 @@ _STAND_INS: Final[Any] = WeakTensorKeyDictionary()
 """Flat parameter -> variables that stand for those in it, the same ones at each call."""
 
 
-class FlatMember(NamedTuple):
-    """A parameter in a flat one."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FlatMember(PartOfParameter):
+    """A parameter in a flat one. With `use_orig_params=False`, a variable stands for it in an optimizer."""
 
     name: str
     """In its module, with that module's name in the wrapped one; for messages."""
-    tensor: FlatTensor
     places: tuple[tuple[nn.Module, str], ...]
     """The modules that have it, and its names there; the first one is where torch flattened it."""
-    parameter: nn.Parameter
-    """The variable by which an optimizer knows it; with `use_orig_params=False`, one that stands for it."""
+    variable: Any
+    """The flat parameter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,17 +83,9 @@ def has_flat_parameters(model: nn.Module) -> bool:
     return bool(_units(model))
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Count the elements of a module's parameters, of flat ones all that the ranks have together."""
-    members = list(chain.from_iterable(flat.members for flat in flat_parameters(model)))
-    variables = {id(flat.variable) for flat in flat_parameters(model)} | {id(one.parameter) for one in members}
-    others = [one for one in model.parameters() if id(one) not in variables]
-    return sum(member.tensor.numel() for member in members) + sum(one.numel() for one in others)
-
-
-def flat_tensors(model: nn.Module) -> dict[str, FlatTensor]:
+def flat_members(model: nn.Module) -> dict[str, FlatMember]:
     """Return the parts of a module's parameters by their names without the prefixes of wrappers; tied names are one."""
-    return {name: member.tensor for name, member in _named_members(model, flat_parameters(model))}
+    return dict(_named_members(model, flat_parameters(model)))
 
 
 def flat_parameter_names(model: nn.Module) -> dict[int, list[str]]:
@@ -123,18 +115,21 @@ def _named_members(model: nn.Module, flats: Sequence[FlatParameter]) -> Iterator
             yield without_wrappers(f"{path}.{name}" if path else name, wrapped), member
 
 
-def with_flat_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def with_flat_tensors(
+    model: nn.Module, state_dict: Mapping[str, Any], tensors: Mapping[str, FlatTensor]
+) -> dict[str, Any]:
     """Return a state dict in which the parts stand for the parameters, in the order of the modules.
 
     Args:
         model: Unwrapped.
         state_dict: What `without_gathering` lets it return, by names without the prefixes of wrappers.
+        tensors: The parts, by the same names. A state dict under FSDP1 may lack these names.
     """
-    tensors = flat_tensors(model)
-    if not tensors:
-        return dict(state_dict)
+    flats = flat_parameters(model)
+    if not flats:
+        return {name: tensors.get(name, value) for name, value in state_dict.items()}
     wrapped = wrapped_prefixes(model)
-    variables = {id(flat.variable) for flat in flat_parameters(model)}
+    variables = {id(flat.variable) for flat in flats}
     order: dict[str, int] = {}
     dropped = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -290,6 +285,10 @@ def _described(unit: Any) -> FlatParameter:
             )
         tensor = FlatTensor(local[begin : begin + count], flat._shapes[number], layout)
         places = ((info.module, info.param_name), *shared.get((id(info.module), info.param_name), ()))
-        members.append(FlatMember(name, tensor, places, parameters[number]))
+        members.append(
+            FlatMember(
+                parameter=parameters[number], tensor=tensor, target=tensor, name=name, places=places, variable=flat
+            )
+        )
         offsets.append(begin)
     return FlatParameter(flat, tuple(members), tuple(offsets), shard.numel(), flat._params is None)

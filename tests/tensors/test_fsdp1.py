@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.fsdp1 import count_parameters, flat_parameters, flat_tensors, has_flat_parameters
-from hfshard.tensors.state_dict import collect_state_dict, parameter_names
+from hfshard.tensors.fsdp1 import flat_members, flat_parameters, has_flat_parameters
+from hfshard.tensors.state_dict import collect_state_dict, count_parameters, parameter_names
 from tests.distributed.gloo import check_ranks
 from tests.foreign.producers.models import build
 from tests.tensors.fsdp1_models import gathered, train, trained_by, wrapped
@@ -22,7 +22,7 @@ def look_at(rank: int, way: str) -> None:
     names = [name for name, _ in plain.named_parameters(remove_duplicate=False)]
     flat_names = {name for name in names if way != "flat" or not name.startswith("frozen.")}
     built = wrapped(way)
-    held = flat_tensors(built)
+    held = {name: one.tensor for name, one in flat_members(built).items()}
     assert set(held) == flat_names
     for name, tensor in held.items():  # before torch prepares anything for the first pass
         start, stop = tensor.flat.held(tensor.numel(), rank)
@@ -35,7 +35,8 @@ def look_at(rank: int, way: str) -> None:
         built(torch.zeros(2, dtype=torch.long))  # leaves the complete parameters of the outermost unit
     whole = gathered(built)
     inner: Any = built.module
-    for name, tensor in flat_tensors(inner).items():  # from a module inside
+    for name, member in flat_members(inner).items():  # from a module inside
+        tensor = member.tensor
         start, stop = tensor.flat.held(tensor.numel(), rank)
         assert tensor.local.equal(whole[name].reshape(-1)[start:stop]), name
     assert has_flat_parameters(inner.norm)
@@ -54,11 +55,11 @@ def refuse(rank: int) -> None:
     image = nn.Sequential(nn.Conv2d(2, 3, 2))
     image[0].weight.data = image[0].weight.data.contiguous(memory_format=torch.channels_last)
     with pytest.raises(UnstorableTensorError, match=r"Cannot read '0\.weight': .* in another order"):
-        flat_tensors(wrapped("parts", image))
+        flat_members(wrapped("parts", image))
     layer = nn.Linear(4, 2)
     wrapped("parts", layer)
     with pytest.raises(UnstorableTensorError, match="that wrapper does not exist any more"):
-        flat_tensors(layer)
+        flat_members(layer)
 
 
 def look(rank: int) -> None:

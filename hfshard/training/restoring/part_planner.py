@@ -17,7 +17,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
 from hfshard.distributed.rendezvous import Session
-from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
@@ -452,7 +451,7 @@ def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> li
     found: list[str] = []
     for key, tensor in tensors.items():
         current = own.get(key)
-        if not (isinstance(current, torch.Tensor | SpreadTensor) and isinstance(tensor, torch.Tensor | SpreadTensor)):
+        if not (isinstance(current, torch.Tensor) and isinstance(tensor, torch.Tensor)):
             continue
         if current.dtype != tensor.dtype:
             found.append(f"{key} was {tensor.dtype}, and is {current.dtype}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.flat_tensor import FlatTensor
 from hfshard.tensors.fsdp1 import FlatMember, FlatParameter, flat_parameters
+from hfshard.training.state.optimizer import with_groups
 from hfshard.training.state.reordering import Names
 from hfshard.training.state.training_state import TrainingState
 
@@ -78,11 +78,7 @@ def _named(
     flattened = [members[id(one)] for one in in_order if id(one) in members]
     if exchange is not None:
         _share(slots, flattened, component, names, exchange)
-    named: Optimizer = object.__new__(type(optimizer))
-    vars(named).update(vars(optimizer))
-    named.param_groups = groups
-    named.state = defaultdict(dict, {one: slots[one] for one in in_order if one in slots})
-    return named
+    return with_groups(optimizer, groups, {one: slots[one] for one in in_order if one in slots})
 
 
 def _slots(held: Any, variable: torch.Tensor, member: FlatMember, offset: int, component: str) -> dict[str, Any]:

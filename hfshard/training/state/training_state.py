@@ -16,16 +16,14 @@ from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.fsdp1 import has_flat_parameters, reshard
-from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
-    RUN_REMEDY,
+    has_parts,
     is_dtensor,
-    is_loaded_by_ranks,
-    is_partitioned,
     parameter_names,
-    partitioned_parameters,
+    parts_of_parameters,
     tied_parameter_names,
 )
+from hfshard.tensors.zero3 import RUN_REMEDY, is_partitioned
 from hfshard.training.data.external_loader import track
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
@@ -286,11 +284,10 @@ def is_spread_state(state: TrainingState) -> bool:
         _reshard(module)
     if any(map(has_flat_parameters, modules)):
         _reject_flat_gradients(state)
-        return True
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
-    has_parts = bool(state.named_optimizers) or any(map(is_loaded_by_ranks, modules))
-    return has_parts or any(is_dtensor(tensor) for tensor in tensors)
+    is_in_parts = bool(state.named_optimizers) or any(map(has_parts, modules))
+    return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
 
 
 def _reject_deepspeed(state: TrainingState) -> None:
@@ -301,7 +298,7 @@ def _reject_deepspeed(state: TrainingState) -> None:
     """
     for name, part in state.components.items():
         if state.kinds[name] == "module":
-            partitioned_parameters(unwrap(part), "run")
+            parts_of_parameters(part, "run")
         trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
         if name not in state.named_optimizers and (is_of_deepspeed(part) or any(map(is_partitioned, chain(*trained)))):
             raise InvalidArgumentError(
