@@ -458,6 +458,17 @@ def is_loaded_by_ranks(model: nn.Module) -> bool:
     return any(map(is_partitioned, parameters)) or (any(map(_has_ranks, parameters)) and not any(is_gathered))
 
 
+def refresh_masters(model: nn.Module) -> None:
+    """Let an engine of DeepSpeed step on the weights that were loaded into it, without ZeRO-3, which has them already.
+
+    Otherwise its next step brings the old ones back.
+    """
+    if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+        refresh = getattr(model.optimizer, "refresh_fp32_params", None)
+        if refresh is not None and not hasattr(model.optimizer, "fp32_partitioned_groups_flat"):
+            refresh()
+
+
 def _has_ranks(parameter: Any) -> bool:
     return hasattr(parameter, "ds_process_group") and dist.is_initialized()
 
