@@ -19,7 +19,7 @@ from tests.distributed.test_save_on_ranks_costs import number_in
 from tests.flows.resume_trainings import as_launched
 from tests.foreign.producers.models import build, losses
 from tests.foreign.producers.truth import assert_same, read_truth, write_truth
-from tests.foreign.producers.zero import train_zero, zero_engine
+from tests.foreign.producers.zero import reordered_masters, train_zero, zero_engine
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {"stage3_param_persistence_threshold": 0}),
@@ -65,6 +65,13 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     """Gather what the optimizer steps on."""
     from deepspeed.utils import safe_get_full_fp32_param
 
+    if engine.zero_round_robin_gradients():  # which DeepSpeed's function does not know
+        reordered = reordered_masters(engine)
+        return {
+            name: reordered[id(one)].view(one.shape)
+            for name, one in engine.module.named_parameters()
+            if one.requires_grad
+        }
     trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
     shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained}
     return {name: safe_get_full_fp32_param(one).view(shapes[name]).clone() for name, one in trained}
