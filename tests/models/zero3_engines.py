@@ -110,6 +110,8 @@ def check_all(rank: int, place: Path) -> None:
 
 def refuse_all(rank: int, place: Path) -> None:
     """Refuse, by name and before a file is written, what cannot be told from the parts."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
     engine = engine_of(rank, "bf16")
     weight = engine.module.up.weight
     for attribute, value, owner, words in (
@@ -124,6 +126,9 @@ def refuse_all(rank: int, place: Path) -> None:
             hfshard.save_model(engine.module, place / "refused")
         with pytest.raises(InvalidArgumentError, match=f"Cannot load into 'up.weight': DeepSpeed ZeRO-3 .*{words}"):
             hfshard.load_model(engine.module, place / "other" / "saved")
+        if attribute == "comm":
+            with GatheredParameters([weight]):
+                hfshard.save_state_dict({"weight": weight}, place / "gathered")
         setattr(owner, attribute, before) if attribute in ("final_location", "ds_numel") else delattr(owner, attribute)
     assert not (place / "refused").exists()
 
