@@ -129,7 +129,10 @@ def refuse_all(rank: int, place: Path) -> None:
         if attribute == "comm":
             with GatheredParameters([weight]):
                 hfshard.save_state_dict({"weight": weight}, place / "gathered")
-        setattr(owner, attribute, before) if attribute in ("final_location", "ds_numel") else delattr(owner, attribute)
+        if attribute in ("final_location", "ds_numel"):
+            setattr(owner, attribute, before)
+        else:
+            delattr(owner, attribute)
     assert not (place / "refused").exists()
 
 
@@ -153,7 +156,7 @@ def save_llama(rank: int, place: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
-    sizes = {"hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2, "vocab_size": 9}
+    sizes: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2, "vocab_size": 9}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
     engine = zero_engine(model, 3, "bf16", {"stage3_param_persistence_threshold": 12})
     truth = gathered(engine)
