@@ -40,7 +40,7 @@ class PartitionedParameter(PartOfParameter):
             tensor,
             tensor if master is None else tensor.with_local(master.detach()[: stop - start]),
             is_whole=not is_partitioned(parameter),
-            is_gathered=not (is_partitioned(parameter) or getattr(parameter, "ds_persist", False)),
+            is_gathered=_is_gathered(parameter),
         )
 
     def load(self, values: torch.Tensor) -> None:
@@ -68,6 +68,8 @@ def _master_of(parameter: Any) -> torch.Tensor | None:
 def partitioned_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[str, PartitionedParameter]:
     """Describe each parameter that ZeRO-3 has partitioned, by its names without the prefixes of wrappers.
 
+    A save needs no part of a parameter of which every rank has all; a load fills its part, too.
+
     Args:
         model: Not changed.
         purpose: What the parameters are needed for.
@@ -82,12 +84,14 @@ def partitioned_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[
     found: dict[int, PartitionedParameter] = {}
     names: dict[str, PartitionedParameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not hasattr(parameter, "ds_id"):
+        if not hasattr(parameter, "ds_id") or (purpose == "save" and not is_partitioned(parameter)):
             continue
         if not _has_ranks(parameter):
             reject_partitioned(model, purpose)
             continue
         if id(parameter) not in found:
+            if _problem_of(parameter) and _is_gathered(parameter):
+                continue
             _reject_untold(name, parameter, purpose)
             found[id(parameter)] = PartitionedParameter.of(parameter)
         names[name] = found[id(parameter)]
@@ -123,8 +127,23 @@ def has_partitioned(model: nn.Module) -> bool:
     Inside a block of `GatheredParameters` for all of them, one rank may do it.
     """
     parameters = [one for one in model.parameters() if hasattr(one, "ds_id") and _has_ranks(one)]
-    is_gathered = [not (is_partitioned(one) or getattr(one, "ds_persist", False)) for one in parameters]
-    return any(map(is_partitioned, parameters)) or (bool(parameters) and not any(is_gathered))
+    return any(map(is_partitioned, parameters)) or (bool(parameters) and not any(map(_is_gathered, parameters)))
+
+
+def refresh_masters(model: nn.Module) -> None:
+    """Let an engine of DeepSpeed step on the weights that were loaded into it, without ZeRO-3, which has them already.
+
+    Otherwise its next step brings the old ones back.
+    """
+    if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+        refresh = getattr(model.optimizer, "refresh_fp32_params", None)
+        if refresh is not None and not hasattr(model.optimizer, "fp32_partitioned_groups_flat"):
+            refresh()
+
+
+def _is_gathered(parameter: Any) -> bool:
+    """Return whether a parameter is complete within a block of `GatheredParameters`, and not always."""
+    return not is_partitioned(parameter) and not getattr(parameter, "ds_persist", False)
 
 
 def _has_ranks(parameter: Any) -> bool:
@@ -133,23 +152,27 @@ def _has_ranks(parameter: Any) -> bool:
 
 def _reject_untold(name: str, parameter: Any, purpose: Purpose) -> None:
     """Reject a parameter of which this rank's part is not known, or not in memory."""
+    problem = _problem_of(parameter)
+    if problem:
+        kind, verb, remedy = _WORDS[purpose]
+        raise kind(f"Cannot {verb} {name!r}: DeepSpeed ZeRO-3 {problem}. {remedy}", fqn=name)
+
+
+def _problem_of(parameter: Any) -> str:
     part = parameter.ds_tensor
     ranks = dist.get_process_group_ranks(parameter.ds_process_group)
     optimizer = getattr(parameter, "_z3_optimizer", None)
     if getattr(part, "final_location", None) == "nvme" or getattr(optimizer, "swap_optimizer", False):
-        problem = "has moved parts of it to NVMe"
-    elif hasattr(part, "ds_quant_scale"):
-        problem = "has quantized it (zero_quantized_nontrainable_weights)"
-    elif hasattr(parameter, "comm"):
-        problem = "has partitioned it within groups of ranks (mics_shard_size)"
-    elif len(ranks) != dist.get_world_size():
-        problem = f"has partitioned it over ranks {ranks} alone"
-    elif part.numel() != -(-parameter.ds_numel // len(ranks)):
-        problem = f"has given this rank {part.numel()} of its {parameter.ds_numel} elements"
-    else:
-        return
-    kind, verb, remedy = _WORDS[purpose]
-    raise kind(f"Cannot {verb} {name!r}: DeepSpeed ZeRO-3 {problem}. {remedy}", fqn=name)
+        return "has moved parts of it to NVMe"
+    if hasattr(part, "ds_quant_scale"):
+        return "has quantized it (zero_quantized_nontrainable_weights)"
+    if hasattr(parameter, "comm"):
+        return "has partitioned it within groups of ranks (mics_shard_size)"
+    if len(ranks) != dist.get_world_size():
+        return f"has partitioned it over ranks {ranks} alone"
+    if part.numel() != -(-parameter.ds_numel // len(ranks)):
+        return f"has given this rank {part.numel()} of its {parameter.ds_numel} elements"
+    return ""
 
 
 Purpose = Literal["save", "load", "run"]
