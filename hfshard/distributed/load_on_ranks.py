@@ -29,6 +29,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.disk.fsops import is_networked
 from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads, stored_tensors, with_local
 from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
+from hfshard.distributed.spread_tensor import partition_of
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import sha256_of
@@ -42,13 +43,16 @@ from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
+    PartitionedParameter,
     assign,
     collect_state_dict,
     has_spread,
     is_dtensor,
+    is_loaded_by_ranks,
     is_sharded_tensor,
     is_spread_tensor,
     local_tensor,
+    partitioned_parameters,
     reject_freed,
     reject_partitioned,
 )
@@ -166,14 +170,12 @@ def _read_like(
 
 
 def has_spread_state(model: nn.Module) -> bool:
-    """Return whether a module has DTensors, or flat parameters of FSDP1.
-
-    FSDP2 parameters that are gathered after a forward pass are sharded again.
+    """Return whether a module is spread over ranks. What FSDP2 has gathered after a forward pass is sharded again.
 
     Raises:
         InvalidArgumentError: Its state dict has ShardedTensors.
     """
-    if has_flat_parameters(model):
+    if is_loaded_by_ranks(model) or has_flat_parameters(model):
         return True
     if "torch.distributed.tensor" not in sys.modules:
         return False
@@ -250,10 +252,14 @@ def _fill(
         model: Unwrapped.
         tensors: Those that fit, by the model's names.
     """
-    model_state = collect_state_dict(model)
+    model_state = collect_state_dict(model, "load")
     reject_freed(model_state)
     by_modules = _loaded_by_modules(model, model_state)
-    in_place = {name for name, own in model_state.items() if name not in by_modules and _has_own_memory(own)}
+    in_place = {
+        name
+        for name, own in model_state.items()
+        if isinstance(own, PartitionedParameter) or (name not in by_modules and _has_own_memory(own))
+    }
     tied = find_shared_tensors(model_state)
     targets = _Targets(checkpoint, options, device_of_meshes(model_state.values()))
     found: dict[str, torch.Tensor] = {}
@@ -268,6 +274,8 @@ def _fill(
         key = kept if kept in tensors and (kept in in_place) == (name in in_place) else name
         if key not in found:
             stored = stored_names[id(tensor)]
+            if isinstance(own, PartitionedParameter):
+                continue
             if name in in_place:
                 found[key] = targets.add_own(stored, own)
             else:
@@ -275,6 +283,9 @@ def _fill(
                 found[key] = targets.add_new(stored, own, dtype, tensor.shape)
         if name not in in_place:
             fresh[name] = found[key]
+    parts = _partitions_to_fill(model, tensors)
+    for name, part in parts.items():
+        targets.add_part(stored_names.get(id(tensors[name]), name), part)
     read = targets.prepare_reads()
     confirm_same(ranks, checkpoint)
     try:
@@ -282,7 +293,20 @@ def _fill(
     except HfshardError as error:
         error.add_note("The module is half loaded: load it again before it is used.")
         raise
+    for part in parts.values():
+        part.take_loaded()
     assign(model, fresh, runs_hooks=True)
+
+
+def _partitions_to_fill(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, PartitionedParameter]:
+    """Return ZeRO-3's parts of the parameters that a load fills, one for all names of a tied parameter.
+
+    A rank has its part even of a parameter of which every rank has all.
+    """
+    wrapped = wrapped_prefixes(model)
+    named = {without_wrappers(name, wrapped): one for name, one in partitioned_parameters(model, "load").items()}
+    first = {id(one.parameter): name for name, one in reversed(named.items()) if name in tensors}
+    return {name: named[name] for name in first.values()}
 
 
 def _loaded_by_modules(model: nn.Module, names: Collection[str]) -> set[str]:
@@ -337,6 +361,10 @@ class _Targets:
         """Let a stored tensor be read into the memory of another one, and return that."""
         self._wanted.append((stored, own))
         return own
+
+    def add_part(self, stored: str, own: PartitionedParameter) -> None:
+        """Let this rank's part of a stored tensor be read into that of a parameter."""
+        self._wanted.append((stored, partition_of(own, own.target, stored)))
 
     def add_new(self, stored: str, own: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Create a tensor like another one: with the same spread over ranks, and on the same device.

@@ -28,7 +28,12 @@ from hfshard.distributed.layout import (
 )
 from hfshard.errors import UnstorableTensorError
 from hfshard.tensors.flat_tensor import FlatTensor, PartOfTensor
-from hfshard.tensors.state_dict import is_spread_tensor, local_tensor, reject_sharded_tensors
+from hfshard.tensors.state_dict import (
+    PartitionedParameter,
+    is_spread_tensor,
+    local_tensor,
+    reject_sharded_tensors,
+)
 from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
@@ -203,7 +208,7 @@ def window_sizes(source_shape: tuple[int, ...], window: Sequence[Interval] | Non
 
 
 def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with a `SpreadTensor` for each DTensor; the other values stay.
+    """Return a copy with a `SpreadTensor` for each DTensor and `PartitionedParameter`; the other values stay.
 
     Args:
         tensors: Not changed.
@@ -212,7 +217,25 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
         UnstorableTensorError: One cannot be stored. No other rank was contacted.
     """
     reject_sharded_tensors(tensors)
-    return {name: SpreadTensor.of(value, name) if is_spread_tensor(value) else value for name, value in tensors.items()}
+    return {name: _spread(value, name) for name, value in tensors.items()}
+
+
+def _spread(value: Any, name: str) -> Any:
+    if isinstance(value, PartitionedParameter):
+        return partition_of(value, value.local, name)
+    return SpreadTensor.of(value, name) if is_spread_tensor(value) else value
+
+
+def partition_of(parameter: PartitionedParameter, part: torch.Tensor, name: str) -> SpreadTensor:
+    """Describe a tensor that is cut as a parameter is: the parameter itself, or the optimizer's for it.
+
+    Args:
+        parameter: Of DeepSpeed.
+        part: This rank's interval.
+        name: For errors.
+    """
+    mesh = MeshLayout((len(parameter.ranks),), parameter.ranks, (Placement(0),))
+    return SpreadTensor.of_flat(part, name, parameter.shape, mesh)
 
 
 # A box's bytes in the full tensor: contiguous runs, found for a range of bytes at a time.

@@ -24,10 +24,11 @@ from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
 from hfshard.tensors.fsdp1 import count_parameters, has_flat_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
-    has_partitioned,
     has_spread,
+    is_partitioned,
     reject_partitioned,
     reject_sharded_tensors,
+    with_partitioned,
 )
 from hfshard.tensors.stored_tensor import is_torch_tensor_type, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors
@@ -54,11 +55,11 @@ def request_from_pretrained(
     Raises:
         InvalidArgumentError: Its quantization cannot be saved.
         UnstorableTensorError: It has a DTensor, or another tensor, that cannot be stored, or a tensor that DeepSpeed
-            has partitioned.
+            has partitioned in a way that hfshard does not know.
 
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
-    if state_dict is None:
+    if state_dict is None and getattr(model, "hf_quantizer", None) is not None:
         reject_partitioned(model)
     quantized, metadata = _quantized_state(model)
     state_dict = quantized if quantized is not None else state_dict
@@ -92,16 +93,18 @@ def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tup
     """Select the tensors of a state dict to save, and map each tied name to the name that is saved."""
     saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
     reject_sharded_tensors(saved)
-    reject_partitioned(saved)
+    saved = with_partitioned(saved)
     ties = find_shared_tensors(saved, droppable_patterns=_droppable_patterns(model))
     return {name: value for name, value in saved.items() if name not in ties}, ties
 
 
-def _parameters_of(model: PreTrainedModel) -> int | None:
-    """Return a model's parameter count; None if DeepSpeed has partitioned it, as transformers would miscount."""
-    if has_partitioned(model):
-        return None
-    return count_parameters(model) if has_flat_parameters(model) else model.num_parameters()
+def _parameters_of(model: PreTrainedModel) -> int:
+    """Return a model's parameter count, also if ranks have parts of it: then transformers would miscount."""
+    if has_flat_parameters(model):
+        return count_parameters(model)
+    if not any(map(is_partitioned, model.parameters())):
+        return model.num_parameters()
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
 
 
 def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:

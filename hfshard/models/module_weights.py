@@ -20,7 +20,7 @@ from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 from hfshard.tensors.fsdp1 import has_flat_parameters
-from hfshard.tensors.state_dict import has_spread, reject_sharded_tensors
+from hfshard.tensors.state_dict import has_partitioned, has_spread, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
 
 
@@ -50,7 +50,9 @@ def save_module(
         Everything that `save_here_or_on_ranks` raises.
     """
     is_part = partial(is_spread, model, state_dict)
-    if not (is_main_process or options.is_collective or has_flat_parameters(model)):
+    if not is_main_process and has_partitioned(model):
+        is_part = partial(has_spread, state_dict or {})
+    elif not (is_main_process or options.is_collective or has_flat_parameters(model)):
         tensors = model.state_dict() if state_dict is None else state_dict
         reject_sharded_tensors(tensors)
         is_part = partial(has_spread, tensors)
@@ -68,7 +70,7 @@ def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> 
     """
     if state_dict is not None:
         return has_spread(state_dict)
-    if has_spread(dict(model.named_parameters())) or has_flat_parameters(model):
+    if has_spread(dict(model.named_parameters())) or has_partitioned(model) or has_flat_parameters(model):
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())

@@ -26,7 +26,7 @@ from hfshard.models.model_classes import alias_class, has_adapters, view_as_alia
 from hfshard.models.module_weights import is_spread
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.tensors.parameter_names import strip_compiled
-from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.state_dict import has_partitioned, is_dtensor
 
 _COPIES: Final = frozenset(("contiguous", "clone", "detach"))
 """Functions that change no element and no order; the tracer returns their argument, so that a view stays a view."""
@@ -578,6 +578,14 @@ def _part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
 def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
     """Return whether a save needs other ranks' parts of the model, or of the tensors given in its place."""
     return (state_dict is None and is_pipeline_stage(model)) or is_spread(model, state_dict)
+
+
+def joins_save(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
+    """Return whether a rank takes part in a save although it was told that it is not the main process.
+
+    Trainer and Accelerate tell this to ranks whose ZeRO-3 parameters they have gathered on the first rank.
+    """
+    return is_part(model, state_dict) and (state_dict is not None or not has_partitioned(model))
 
 
 def is_part_of_push(model: Any) -> bool:

@@ -34,7 +34,7 @@ from hfshard.models.model_kinds import request_from_model
 from hfshard.models.module_weights import abort_peers_on_error, leaves_save, save_here_or_on_ranks
 from hfshard.models.patching import OverrideCall, active_call, upstream
 from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
-from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
+from hfshard.models.rank_parts import is_part, is_part_of_push, joins_save, reject_partial_save
 from hfshard.models.save_arguments import (
     PUSH_ARGUMENTS,
     SAVE_ARGUMENTS,
@@ -107,7 +107,7 @@ def save_pretrained_model(
         Everything that `save_with_overrides` raises.
     """
     place = place_to_save(save_directory)
-    if leaves_save(place, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
+    if leaves_save(place, options, partial(joins_save, model, state_dict), is_main_process=is_main_process):
         return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
         return save_here_or_on_ranks(_request(model, state_dict, options, place), place)
@@ -190,7 +190,7 @@ def handle_save_pretrained(
         if push_to_hub and (is_main_process or is_part(model, state_dict)):
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
-    if leaves_save(place, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
+    if leaves_save(place, options, partial(joins_save, model, state_dict), is_main_process=is_main_process):
         return None
     request = _request(model, state_dict, options, place)
     index = save_here_or_on_ranks(request, place)

@@ -18,7 +18,7 @@ from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.format.strict_json import is_too_deep
 from hfshard.shards.shard_plan import Packing, check_packing
-from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_partitioned, reject_sharded_tensors
+from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_sharded_tensors, with_partitioned
 from hfshard.tensors.stored_tensor import TensorLike
 from hfshard.tensors.tied import find_shared_tensors
 
@@ -92,12 +92,12 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
 
     Raises:
         InvalidArgumentError: It is not a mapping.
-        UnstorableTensorError: It has a ShardedTensor of FSDP1, or parameters that DeepSpeed has partitioned.
+        UnstorableTensorError: It has a ShardedTensor of FSDP1, or copies of parameters that DeepSpeed has partitioned.
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
     reject_sharded_tensors(state_dict)
-    reject_partitioned(state_dict)
+    state_dict = with_partitioned(state_dict)
     tied_names = find_shared_tensors(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
     return SaveRequest(tensors=stored, options=options, tied_names=tied_names)

@@ -118,6 +118,9 @@ def _child_of_wrapper(module: nn.Module) -> str | None:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
         return "_orig_mod"
+    deepspeed = sys.modules.get("deepspeed.runtime.engine")
+    if deepspeed is not None and isinstance(module, deepspeed.DeepSpeedEngine):
+        return "module"
     checkpointing = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     if checkpointing is not None and isinstance(module, checkpointing.ActivationWrapper):
         return _CHECKPOINTED

@@ -6,9 +6,11 @@ import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -22,20 +24,26 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def collect_state_dict(model: nn.Module) -> dict[str, Any]:
+def collect_state_dict(model: nn.Module, purpose: Purpose = "save") -> dict[str, Any]:
     """Collect the model's state dict without the prefixes of wrappers.
 
     Wrappers are recognized by their class, not by name: a child that is really called `module` keeps its name. The
-    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are. Of
-    parameters under FSDP1, a `FlatTensor` is what this rank has.
+    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are, those
+    that DeepSpeed has partitioned are `PartitionedParameter`s, and those under FSDP1 `FlatTensor`s.
+
+    Args:
+        model: Not changed.
+        purpose: What the tensors are needed for.
 
     Raises:
-        UnstorableTensorError: DeepSpeed has partitioned a parameter, or a module is lazy.
+        UnstorableTensorError: This rank's part of a parameter cannot be told, or a module is lazy.
+        InvalidArgumentError: Such a part cannot be told, and the purpose is not "save".
     """
     model = unwrap(model)
-    reject_partitioned(model)
+    parts = {name: one for name, one in partitioned_parameters(model, purpose).items() if not one.is_whole}
     with without_gathering(model):
         state_dict = model.state_dict()
+    state_dict.update((name, parts[name]) for name in parts.keys() & state_dict.keys())
     check_initialized(state_dict)
     fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
@@ -328,7 +336,164 @@ def reject_sharded_tensors(tensors: Mapping[str, Any]) -> None:
         )
 
 
-# Rejection of parameters that DeepSpeed ZeRO-3 has partitioned: this process has an empty tensor in place of each.
+# Parameters that DeepSpeed ZeRO-3 has partitioned: this process has an empty tensor in place of each, and its part
+# beside it.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartitionedParameter(PartOfTensor):
+    """A parameter of which each rank has an interval of the row-major elements, equally long on all but the last ones.
+
+    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `_partition_param`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+    """The ranks that have parts, in the order of the parts."""
+    local: torch.Tensor
+    """This rank's part, of one dimension and without padding: a view of DeepSpeed's."""
+    master: torch.Tensor | None
+    """The same part of what the optimizer steps on, which DeepSpeed copies to `local`; None: nothing trains it."""
+    is_whole: bool
+    """True if every rank has all of it in the parameter, too: it is small, or gathered."""
+    parameter: Any
+
+    @classmethod
+    def of(cls, parameter: Any) -> PartitionedParameter:
+        """Describe a parameter, without contacting another rank."""
+        elements = int(parameter.ds_numel)
+        ranks = tuple(dist.get_process_group_ranks(parameter.ds_process_group))
+        size = -(-elements // len(ranks))
+        first = ranks.index(dist.get_rank()) * size
+        held = max(0, min(size, elements - first))
+        master = _master_of(parameter)
+        return cls(
+            tuple(parameter.ds_shape),
+            parameter.dtype,
+            ranks,
+            parameter.ds_tensor.detach().narrow(0, 0, held),
+            None if master is None else master.detach().narrow(0, 0, held),
+            not is_partitioned(parameter),
+            parameter,
+        )
+
+    def own_interval(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a complete tensor."""
+        size = -(-int(self.parameter.ds_numel) // len(self.ranks))
+        first = self.ranks.index(dist.get_rank()) * size
+        return whole.detach().reshape(-1)[first : first + self.local.numel()]
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor into the parameter: the complete one, or this rank's part."""
+        is_part = tuple(tensor.shape) != self.shape
+        with torch.no_grad():
+            self.target.copy_(tensor if is_part else self.own_interval(tensor))
+            if self.is_whole:
+                self.parameter.data.copy_(tensor)
+        self.take_loaded()
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The part to load into."""
+        return self.local if self.master is None else self.master
+
+    def take_loaded(self) -> None:
+        """Copy what was loaded to where DeepSpeed reads it; forget the copies that it has gathered within a node."""
+        with torch.no_grad():
+            self.local.copy_(self.target)
+        if getattr(self.parameter, "ds_secondary_tensor", None) is not None:
+            self.parameter.ds_secondary_tensor = None
+
+
+def _master_of(parameter: Any) -> torch.Tensor | None:
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
+        return None
+    found: torch.Tensor = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0]
+    return found
+
+
+def partitioned_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[str, PartitionedParameter]:
+    """Describe each parameter that ZeRO-3 has partitioned; one for all names of a tied parameter.
+
+    Args:
+        model: Not changed.
+        purpose: What the parameters are needed for.
+
+    Raises:
+        As `reject_partitioned`, for a parameter whose part on this rank cannot be told.
+    """
+    found: dict[int, PartitionedParameter] = {}
+    names: dict[str, PartitionedParameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not hasattr(parameter, "ds_id"):
+            continue
+        if not _has_ranks(parameter):
+            reject_partitioned(model, purpose)
+            continue
+        if id(parameter) not in found:
+            _reject_untold(name, parameter, purpose)
+            found[id(parameter)] = PartitionedParameter.of(parameter)
+        names[name] = found[id(parameter)]
+    return names
+
+
+def with_partitioned(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a module's state dict with a `PartitionedParameter` for each one that ZeRO-3 has partitioned.
+
+    Raises:
+        As `reject_partitioned`, for copies of partitioned parameters, and for those whose part cannot be told.
+    """
+    found = dict(tensors)
+    if "deepspeed" in sys.modules and dist.is_available() and dist.is_initialized():
+        empty = {name: value for name, value in tensors.items() if is_partitioned(value) or _is_empty(value)}
+        owners = {_storage(parameter): parameter for _, parameter in _partitioned_in_process()} if empty else {}
+        parts: dict[int, PartitionedParameter] = {}
+        for name, value in empty.items():
+            parameter = owners.get(_storage(value))
+            if parameter is not None and _has_ranks(parameter):
+                _reject_untold(name, parameter, "save")
+                if id(parameter) not in parts:
+                    parts[id(parameter)] = PartitionedParameter.of(parameter)
+                found[name] = parts[id(parameter)]
+    reject_partitioned(found)
+    return found
+
+
+def is_loaded_by_ranks(model: nn.Module) -> bool:
+    """Return whether ZeRO-3 has parts of a module on all ranks, so that they must load it together.
+
+    Inside a block of `GatheredParameters` for all of them, one rank may load it.
+    """
+    parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    is_gathered = [not (is_partitioned(one) or getattr(one, "ds_persist", False)) for one in parameters]
+    return any(map(is_partitioned, parameters)) or (any(map(_has_ranks, parameters)) and not any(is_gathered))
+
+
+def _has_ranks(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_process_group") and dist.is_initialized()
+
+
+def _reject_untold(name: str, parameter: Any, purpose: Purpose) -> None:
+    """Reject a parameter of which this rank's part is not known, or not in memory."""
+    part = parameter.ds_tensor
+    ranks = dist.get_process_group_ranks(parameter.ds_process_group)
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    if getattr(part, "final_location", None) == "nvme" or getattr(optimizer, "swap_optimizer", False):
+        problem = "has moved parts of it to NVMe"
+    elif hasattr(part, "ds_quant_scale"):
+        problem = "has quantized it (zero_quantized_nontrainable_weights)"
+    elif hasattr(parameter, "comm"):
+        problem = "has partitioned it within groups of ranks (mics_shard_size)"
+    elif len(ranks) != dist.get_world_size():
+        problem = f"has partitioned it over ranks {ranks} alone"
+    elif part.numel() != -(-parameter.ds_numel // len(ranks)):
+        problem = f"has given this rank {part.numel()} of its {parameter.ds_numel} elements"
+    else:
+        return
+    kind, verb, remedy = _WORDS[purpose]
+    raise kind(f"Cannot {verb} {name!r}: DeepSpeed ZeRO-3 {problem}. {remedy}", fqn=name)
 
 
 Purpose = Literal["save", "load", "run"]
@@ -362,7 +527,7 @@ _WORDS: Final[dict[Purpose, tuple[type[HfshardError], str, str]]] = {
 """Purpose -> the error, the verb, and what to do."""
 
 
-def is_partitioned(value: object) -> bool:
+def is_partitioned(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a tensor belongs to ZeRO-3 and cannot be read now. A gathered parameter can be read.
 
     Source: DeepSpeed `runtime/zero/partition_parameters.py`, `ZeroParamStatus`. The flat tensors that a partitioned
@@ -375,8 +540,8 @@ def is_partitioned(value: object) -> bool:
 
 
 def has_partitioned(model: nn.Module) -> bool:
-    """Return whether a parameter of a model cannot be read now."""
-    return any(map(is_partitioned, model.parameters()))
+    """Return whether ranks of a process group have parts of a parameter."""
+    return any(is_partitioned(parameter) and _has_ranks(parameter) for parameter in model.parameters())
 
 
 def reject_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "save") -> None:

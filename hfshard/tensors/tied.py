@@ -202,9 +202,7 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torc
     """Group the tensors whose memory ranges overlap. Parts of tensors are left out."""
     by_storage: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if is_dtensor(tensor) or isinstance(
-            tensor, PartOfTensor
-        ):  # its address is 0, or an offset if this rank's part is a view
+        if isinstance(tensor, PartOfTensor) or is_dtensor(tensor):  # its address is 0, or an offset within its storage
             continue
         if has_memory(tensor) and not tensor.is_meta and tensor.data_ptr():
             by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor

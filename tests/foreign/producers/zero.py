@@ -39,7 +39,7 @@ def save_zero(
         options: More of DeepSpeed's "zero_optimization".
         tag: The user's name of the save; None: DeepSpeed's own.
     """
-    engine = _train(rank, build(model_name), stage, precision, options)
+    engine = train_zero(rank, build(model_name), stage, precision, options)
     engine.save_checkpoint(str(checkpoint_of(place)), tag=tag)
     _write_truth(rank, place, engine)
 
@@ -54,7 +54,7 @@ def save_universal(rank: int, place: Path, model_name: str, stage: int, precisio
     """
     from deepspeed.checkpoint import ds_to_universal
 
-    engine = _train(rank, build(model_name), stage, precision, {})
+    engine = train_zero(rank, build(model_name), stage, precision, {})
     saved = place / "saved"
     state = {} if injects else {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     engine.save_checkpoint(str(saved), tag="step", client_state=state)
@@ -78,16 +78,23 @@ def config_of(stage: int, precision: str, options: Mapping[str, Any]) -> dict[st
     }
 
 
-def _train(rank: int, model: nn.Module, stage: int, precision: str, options: Mapping[str, Any]) -> Any:
+def train_zero(rank: int, model: nn.Module, stage: int, precision: str, options: Mapping[str, Any]) -> Any:
+    """Train a model under ZeRO, and return its engine."""
+    engine = zero_engine(model, stage, precision, options)
+    for loss in losses(engine, seed=rank):
+        engine.backward(loss)
+        engine.step()
+    assert engine.skipped_steps == 0
+    return engine
+
+
+def zero_engine(model: nn.Module, stage: int, precision: str, options: Mapping[str, Any]) -> Any:
+    """Give a model to DeepSpeed, with AdamW."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     settings = config_of(stage, precision, options)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=settings)
-    for loss in losses(engine, seed=rank):
-        engine.backward(loss)
-        engine.step()
-    assert engine.skipped_steps == 0
     return engine
 
 
