@@ -130,18 +130,18 @@ def save_model(
 
     If the model is wrapped (DataParallel, DistributedDataParallel, torch.compile), the inner model is saved.
 
-    A model that is spread over ranks (FSDP2, tensor parallelism) is saved like a state dict of DTensors: every rank
-    must call. So are the stages of a pipeline. Pass `collective=True` for your own stages, with plain tensors under
-    different names, since nothing shows that they belong together. Otherwise, all ranks must call at the same time: one
-    that calls a second later makes a separate save.
+    A model that is spread over ranks (FSDP2, tensor parallelism, DeepSpeed ZeRO-3) is saved like a state dict of
+    DTensors: every rank must call. So are the stages of a pipeline. Pass `collective=True` for your own stages, with
+    plain tensors under different names, since nothing shows that they belong together. Otherwise, all ranks must call
+    at the same time: one that calls a second later makes a separate save.
 
     Args:
         model: Any module. Not changed, except that the config of a transformers model gets `dtype` and
             `architectures`, as in transformers.
         save_directory: As in `save_state_dict`, like max_shard_size, variant, packing, checksum, collective,
             process_group and progress.
-        is_main_process: False saves nothing, because another process does; unless the model is spread over ranks, or
-            the call is `collective`.
+        is_main_process: False saves nothing, because another process does; unless the model is spread over ranks, but
+            not by DeepSpeed, or the call is `collective`.
         state_dict: Tensors to save in place of the model's own; not mutated.
         metadata: JSON values to add to the index's `metadata`.
         save_original_format: Save a transformers model under the names of the original checkpoint, as transformers

@@ -255,11 +255,7 @@ def _fill(
     model_state = collect_state_dict(model, "load")
     reject_freed(model_state)
     by_modules = _loaded_by_modules(model, model_state)
-    in_place = {
-        name
-        for name, own in model_state.items()
-        if isinstance(own, PartitionedParameter) or (name not in by_modules and _has_own_memory(own))
-    }
+    in_place = {name for name, own in model_state.items() if name not in by_modules and _has_own_memory(own)}
     tied = find_shared_tensors(model_state)
     targets = _Targets(checkpoint, options, device_of_meshes(model_state.values()))
     found: dict[str, torch.Tensor] = {}
@@ -267,6 +263,8 @@ def _fill(
     for name in [name for name in tensors if name in model_state]:
         own = model_state[name]
         tensor = tensors[name]
+        if isinstance(own, PartitionedParameter):
+            continue
         if id(tensor) not in stored_names:
             fresh[name] = tensor
             continue
@@ -274,8 +272,6 @@ def _fill(
         key = kept if kept in tensors and (kept in in_place) == (name in in_place) else name
         if key not in found:
             stored = stored_names[id(tensor)]
-            if isinstance(own, PartitionedParameter):
-                continue
             if name in in_place:
                 found[key] = targets.add_own(stored, own)
             else:

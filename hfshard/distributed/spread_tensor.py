@@ -62,8 +62,8 @@ class SpreadTensor(PartOfTensor):
     """This rank's position in the mesh; None: it has no part."""
     local: torch.Tensor
     """This rank's part of the source, on its device; it shares the model's memory."""
-    is_cut: bool = False
-    """True if `local` is only what this rank has of the interval that is stored of a flat source."""
+    is_own: bool = False
+    """True if `local` has only what is stored: of a flat source, or in memory of its own; see `with_part`."""
 
     @classmethod
     def of(cls, tensor: DTensor | FlatTensor, name: str) -> Self:
@@ -82,7 +82,7 @@ class SpreadTensor(PartOfTensor):
             mesh = MeshLayout((len(flat.ranks),), flat.ranks, (Placement(0 if flat.is_cut else None),))
             place = dict(mesh.coordinates()).get(dist.get_rank())
             window = ((flat.first, flat.first + prod(shape)),)
-            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_cut=True)
+            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_own=True)
             part._check(name)
             return part
         mesh = mesh_layout_of(tensor, name)
@@ -152,7 +152,7 @@ class SpreadTensor(PartOfTensor):
         first = self.window[0][0] if self.window else 0
         interval = first + run[0], first + run[1]
         local = self.local
-        if self.is_cut and self.coordinate is not None:
+        if self.is_own and self.coordinate is not None:
             local = local[local_slices(self.stored_box, (run,))]
         return replace(self, shape=shape, window=(interval,), local=local)
 
@@ -174,16 +174,32 @@ class SpreadTensor(PartOfTensor):
             return (1,)
         return window_sizes(self.source_shape, self.window)
 
+    def numel(self) -> int:
+        """Return the number of elements of what is stored."""
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return self.dtype.itemsize
+
     def runs(self) -> Runs:
         """Compute the positions of this rank's bytes among those that are stored."""
         return Runs.of_box(self.stored_sizes, self.dtype.itemsize, self.stored_box)
 
     def part(self) -> torch.Tensor:
         """Return this rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
-        if self.is_cut or self.window is None or self.coordinate is None or not self.local.numel():
+        if self.is_own or self.window is None or self.coordinate is None or not self.local.numel():
             return self.local
         box = held_box(self.source_shape, self.mesh, self.coordinate)
         return self.local[local_slices(box, self.window)]
+
+    def with_part(self, part: torch.Tensor) -> Self:
+        """Return the same part of the tensor in other memory.
+
+        Args:
+            part: Of the shape of what `part` returns.
+        """
+        return replace(self, dtype=part.dtype, local=part, is_own=True)
 
     def _check(self, name: str) -> None:
         """Reject a local tensor that cannot be stored, or is not what the placements say."""

@@ -359,6 +359,11 @@ class PartitionedParameter(PartOfTensor):
     """True if every rank has all of it in the parameter, too: it is small, or gathered."""
     parameter: Any
 
+    @property
+    def is_gathered(self) -> bool:
+        """True within a block of `GatheredParameters`, which may change it."""
+        return self.is_whole and not getattr(self.parameter, "ds_persist", False)
+
     @classmethod
     def of(cls, parameter: Any) -> PartitionedParameter:
         """Describe a parameter, without contacting another rank."""
@@ -469,6 +474,17 @@ def is_loaded_by_ranks(model: nn.Module) -> bool:
     parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     is_gathered = [not (is_partitioned(one) or getattr(one, "ds_persist", False)) for one in parameters]
     return any(map(is_partitioned, parameters)) or (any(map(_has_ranks, parameters)) and not any(is_gathered))
+
+
+def refresh_masters(model: nn.Module) -> None:
+    """Let an engine of DeepSpeed step on the weights that were loaded into it, without ZeRO-3, which has them already.
+
+    Otherwise its next step brings the old ones back.
+    """
+    if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+        refresh = getattr(model.optimizer, "refresh_fp32_params", None)
+        if refresh is not None and not hasattr(model.optimizer, "fp32_partitioned_groups_flat"):
+            refresh()
 
 
 def _has_ranks(parameter: Any) -> bool:

@@ -184,6 +184,7 @@ class CheckpointManager(RunReader):
             OSError: The disk failed. All older checkpoints still exist, and the next save can succeed.
         """
         check_training_state(state)
+        state = state.with_named_optimizers()
         limit = max_shard_size or self.max_shard_size
 
         def write(agreed: int, ranks: Sequence[RankState], own: OfEachRank = SAME) -> str:
@@ -422,6 +423,7 @@ class CheckpointManager(RunReader):
                 ranks.each(self._writer.wait)
                 check_training_state(state)
                 reject_meta(state)
+                state = state.with_named_optimizers()
                 yield ranks, state.without(without)
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float] | None:

@@ -305,11 +305,10 @@ def _tensors(tensors: Mapping[str, Any]) -> Mapping[str, LocalTensor]:
 
 def _host_copies(held: Mapping[str, LocalTensor], copies: HostBuffers) -> dict[str, LocalTensor]:
     """Copy this rank's parts to host memory, where the training does not change them."""
-    tensors = {key: one.local if isinstance(one, SpreadTensor) else one for key, one in held.items()}
+    tensors = {key: one.part() if isinstance(one, SpreadTensor) else one for key, one in held.items()}
     copied = copies.copies_of(tensors)  # type: ignore[arg-type]  # a training state has no raw tensors
     return {
-        key: replace(one, local=copied[key]) if isinstance(one, SpreadTensor) else copied[key]
-        for key, one in held.items()
+        key: one.with_part(copied[key]) if isinstance(one, SpreadTensor) else copied[key] for key, one in held.items()
     }
 
 

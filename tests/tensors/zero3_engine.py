@@ -57,8 +57,8 @@ def trained(model: Net) -> tuple[Any, torch.optim.Optimizer]:
     return engine, optimizer
 
 
-def refusals(folder: Path, model: Net, engine: Any, optimizer: Any) -> dict[str, str]:
-    """What is said of a partitioned module, by every call."""
+def outcomes(folder: Path, model: Net, engine: Any, optimizer: Any) -> dict[str, str]:
+    """What every call says of a partitioned module."""
     torch.save({"model": Net().state_dict()}, folder / "old.pt")
     out = folder / "out"
     state = TrainingState(model=model, optimizer=optimizer)
@@ -68,17 +68,16 @@ def refusals(folder: Path, model: Net, engine: Any, optimizer: Any) -> dict[str,
         **zero3.saves(model, out),
         **{f"copies: {name}": call for name, call in zero3.saves_of_copies(model, out).items()},
         **zero3.loads(model, folder / "whole"),
-        **{f"run: {name}": call for name, call in zero3.saves_of_runs(model, out).items()},
+        **{f"run: {name}": call for name, call in zero3.saves_of_runs(model, folder / "runs").items()},
         **zero3.restores(model, folder / "run", folder / "old.pt"),
         "save_model of an engine": lambda: hfshard.save_model(engine, out),
-        "run: with an optimizer": lambda: CheckpointManager(out).save(1, state),
-        "run: with DeepSpeed's": lambda: CheckpointManager(out).save(1, TrainingState(optimizer=engine.optimizer)),
+        "run: with an optimizer": lambda: CheckpointManager(folder / "runs").save(2, state),
+        "run: of an optimizer": lambda: CheckpointManager(out).save(1, TrainingState(optimizer=engine.optimizer)),
         "born so": lambda: born_partitioned(folder / "whole"),
         "installed": lambda: installed.save_pretrained(out),
     }
     with hfshard.install(quiet=True):
-        said = {name: one_line(call) for name, call in calls.items()}
-    return said | {"files": str([path for path in out.rglob("*") if path.is_file()])}
+        return {name: one_line(call) for name, call in calls.items()}
 
 
 def born_partitioned(saved: Path) -> None:
@@ -114,7 +113,7 @@ def main(folder: Path) -> None:
     CheckpointManager(folder / "run").save(1, TrainingState(model=whole))
     model = Net()
     engine, optimizer = trained(model)
-    said = refusals(folder, model, engine, optimizer)
+    said = outcomes(folder, model, engine, optimizer)
     used = uses(folder, model, engine)
     engine.save_checkpoint(str(folder / "zero3"))
     Path(folder / "found.json").write_text(json.dumps([said, used]))

@@ -17,11 +17,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
 from hfshard.distributed.rendezvous import Session
+from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
-    assign,
-    collect_state_dict,
     is_dtensor,
     local_tensor,
     reject_freed,
@@ -44,6 +43,7 @@ from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import plan_scheduler
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import PartKind, TrainingState
+from hfshard.training.state.zero_runs import Masters, assign_run_tensors, collect_run_tensors, keep_parts
 
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
 """The order of comparison: if the model differs, its optimizer does too, and the model's error is clearer."""
@@ -155,11 +155,14 @@ class PartPlanner:
             restoration.objects.append(StatefulLoad(name, part, value, self.directory))
             return
         if kind == "module":
-            load = plan_module(name, part, value, self.directory, restoration.differences, strict=self.strict)
+            masters = self.state.masters
+            load = plan_module(name, part, value, self.directory, restoration.differences, masters, strict=self.strict)
         elif kind == "optimizer":
             reject_sharded_state(part, name)
             own = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, own, self.parameter_names, name, self.directory)
+            if name in self.state.named_optimizers:
+                load = self.state.named_optimizers[name].linked(load, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
         else:
             reorderings = find_reorderings(name, self.state, self.saved, self.directory)
@@ -382,7 +385,14 @@ _SHOWN: Final = 5
 
 
 def plan_module(
-    name: str, module: nn.Module, saved: dict[str, Any], directory: str, differences: list[str], *, strict: bool
+    name: str,
+    module: nn.Module,
+    saved: dict[str, Any],
+    directory: str,
+    differences: list[str],
+    masters: Masters | None = None,
+    *,
+    strict: bool,
 ) -> PendingLoad:
     """Compare a module's tensors with the saved ones, and return the load that assigns them.
 
@@ -392,14 +402,16 @@ def plan_module(
         saved: Name -> what was saved.
         directory: The checkpoint's directory, for messages.
         differences: Without strict, receives descriptions of what does not fit.
+        masters: Those of the training state; None: there are none.
         strict: Reject any difference.
 
     Raises:
         StateDictMismatchError: strict, and something differs; or two different tensors would become one.
     """
     module = unwrap(module)
+    masters = masters or {}
     reject_offloaded(module)
-    own = collect_state_dict(module)
+    own = collect_run_tensors(module, masters)
     reject_freed(own)
     tensors, difference = match_names(saved, own, directory, model_name=f"'{name}' that was built")
     reject_expanded(module, tensors, directory)
@@ -423,9 +435,8 @@ def plan_module(
         differences.append(message)
         mismatched = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in mismatched}
-    return PendingLoad(
-        name, lambda: assign(module, tensors), keep=partial(keep_module, module), may_refuse=may_refuse(module)
-    )
+    load = partial(assign_run_tensors, module, tensors, masters)
+    return PendingLoad(name, load, keep=partial(keep_module, module, masters), may_refuse=may_refuse(module))
 
 
 def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -433,7 +444,7 @@ def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> li
     found: list[str] = []
     for key, tensor in tensors.items():
         current = own.get(key)
-        if not (isinstance(current, torch.Tensor) and isinstance(tensor, torch.Tensor)):
+        if not (isinstance(current, torch.Tensor | SpreadTensor) and isinstance(tensor, torch.Tensor | SpreadTensor)):
             continue
         if current.dtype != tensor.dtype:
             found.append(f"{key} was {tensor.dtype}, and is {current.dtype}")
@@ -452,10 +463,11 @@ def may_refuse(module: nn.Module) -> bool:
     return any(_is_loaded_by_user(one) for one in module.modules())
 
 
-def keep_module(module: nn.Module) -> Callable[[], None]:
+def keep_module(module: nn.Module, masters: Masters) -> Callable[[], None]:
     """Copy a module's tensors and extra states, and return a function that restores them."""
     held = list(_tensors(module))
     copies = {id(tensor): _own_part(tensor).to("cpu", copy=True) for _, _, tensor in held if not tensor.is_meta}
+    parts = keep_parts(module, masters)
     extras = [(one, copy.deepcopy(one.get_extra_state())) for one in module.modules() if _has_extra_state(one)]
 
     def put_back() -> None:
@@ -465,6 +477,8 @@ def keep_module(module: nn.Module) -> Callable[[], None]:
             if id(tensor) in copies:
                 with torch.no_grad():
                     _own_part(tensor).copy_(copies[id(tensor)])
+        for part, before in parts:
+            part.copy_(before)
         for owner, state in extras:
             _put_back_extra(owner, state)
 

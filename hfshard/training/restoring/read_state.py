@@ -13,12 +13,13 @@ from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.distributed.read_parts import read_parts, stored_tensors
+from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import UnstorableTensorError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.tensors.flat_tensor import FlatTensor
 from hfshard.tensors.fsdp1 import flat_parameters
-from hfshard.tensors.state_dict import collect_state_dict, is_dtensor, is_spread_tensor
+from hfshard.tensors.state_dict import is_dtensor, is_spread_tensor
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
 from hfshard.training.state.flat_optimizer import with_named_states
@@ -26,6 +27,7 @@ from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.training_state import TrainingState, is_spread_state
+from hfshard.training.state.zero_runs import collect_run_tensors, empty_part, spread_parameters, whole_names
 
 
 class ReadPart(Protocol):
@@ -88,7 +90,7 @@ class StateLayouts:
         self._state = state
         self._names = state.parameter_names()
 
-    def empty(self, base: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def empty(self, base: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Create the target into which this rank's part of a stored tensor is read; None if it is read in full.
 
         A tensor that the state has gets its layout there. One of an optimizer that has not run yet gets the parameter's
@@ -103,34 +105,45 @@ class StateLayouts:
         """
         live = self._live[base].get(name)
         if live is not None and tuple(live.shape) == shape:
+            if isinstance(live, SpreadTensor):
+                return empty_part(live, dtype)
             return _empty_like(live, dtype) if is_spread_tensor(live) else None
         parameter = self._parameter_of(base, name)
         if parameter is None:
             return None
-        is_count = not shape and (parameter.dim() > 0 or name.endswith(f"/{_PLAIN_SLOT}"))
+        is_count = not shape and (len(parameter.shape) > 0 or name.endswith(f"/{_PLAIN_SLOT}"))
+        if isinstance(parameter, SpreadTensor):
+            return empty_part(parameter, dtype) if parameter.shape == shape else None
         if tuple(parameter.shape) == shape and not is_count:
             return _empty_like(parameter, dtype)
         is_whole = is_count or base == STATE_BASE or isinstance(parameter, FlatTensor)
         return None if is_whole else _empty_everywhere(parameter, shape, dtype)
 
     @cached_property
-    def _parameters(self) -> dict[str, torch.Tensor]:
+    def _parameters(self) -> dict[str, Any]:
         """The spread parameters, by name."""
         modules = self._state.of_kind("module").values()
         parameters = chain.from_iterable(module.parameters() for module in modules)
-        members = chain.from_iterable(flat.members for module in modules for flat in flat_parameters(module))
-        found: dict[str, torch.Tensor] = {self._names[id(one.parameter)]: one.tensor for one in members}
-        return found | {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
+        found: dict[str, Any] = {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
+        for module in modules:
+            parts: dict[int, Any] = {**self._state.masters, **spread_parameters(module)}
+            parts |= {id(one.parameter): one.tensor for flat in flat_parameters(module) for one in flat.members}
+            found |= {self._names[key]: one for key, one in parts.items() if key in self._names}
+        return found
 
     @cached_property
-    def _live(self) -> Mapping[str, dict[str, torch.Tensor]]:
+    def _live(self) -> Mapping[str, dict[str, Any]]:
         """The tensors that the state has, by set and name."""
-        found: dict[str, dict[str, torch.Tensor]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
+        found: dict[str, dict[str, Any]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
         for name, part in with_named_states(self._state).components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
-                state_dict = collect_state_dict(part)
-                found[MODEL_BASE] = {key: one for key, one in state_dict.items() if isinstance(one, torch.Tensor)}
+                whole = whole_names(part, self._state.masters)
+                found[MODEL_BASE] = {
+                    key: one
+                    for key, one in collect_run_tensors(part, self._state.masters).items()
+                    if isinstance(one, torch.Tensor | SpreadTensor) and key not in whole
+                }
             elif kind == "optimizer":
                 base, prefix = ("optimizer", "") if name == "optimizer" else (STATE_BASE, f"{name}/")
                 encode_optimizer(part, self._names, name, found[base], prefix)
@@ -141,12 +154,13 @@ class StateLayouts:
     def _add(self, name: str, part: Any, tensors: dict[str, torch.Tensor]) -> None:
         own: dict[str, torch.Tensor] = {}
         try:
-            encode(collect_state_dict(part) if isinstance(part, torch.nn.Module) else part.state_dict(), name, own)
+            is_module = isinstance(part, torch.nn.Module)
+            encode(collect_run_tensors(part, self._state.masters) if is_module else part.state_dict(), name, own)
         except UnstorableTensorError:
             return  # an object that cannot be saved now may be restored
         tensors |= own
 
-    def _parameter_of(self, base: str, name: str) -> torch.Tensor | None:
+    def _parameter_of(self, base: str, name: str) -> Any:
         """Find the spread parameter that a tensor of an optimizer, or of another object, belongs to."""
         words = name.split("/")
         if base == STATE_BASE:
@@ -193,7 +207,7 @@ def read_local_parts(
     Returns:
         Name -> a DTensor that has this rank's part, or the full tensor if the state has it in full.
     """
-    targets: dict[str, torch.Tensor] = {}
+    targets: dict[str, Any] = {}
     whole: list[str] = []
     tied_names = checkpoint.index.tied_names
     described = stored_tensors(checkpoint)

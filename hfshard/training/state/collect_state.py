@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from hfshard.models.model_kinds import is_pretrained, request_from_model
 from hfshard.models.module_weights import whole_tensors
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.tensors.parameter_names import unwrap
-from hfshard.tensors.state_dict import collect_state_dict, parameter_names
+from hfshard.tensors.state_dict import PartOfTensor, collect_state_dict, is_loaded_by_ranks, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
 from hfshard.training.state.adapter import ADAPTER_BASE, adapter_request
 from hfshard.training.state.flat_optimizer import with_named_states
@@ -26,6 +26,7 @@ from hfshard.training.state.optimizer import encode_optimizer, reject_unsaved
 from hfshard.training.state.rng import rng_state
 from hfshard.training.state.scheduler import encode_scheduler
 from hfshard.training.state.training_state import PartKind, TrainingState
+from hfshard.training.state.zero_runs import Masters, collect_run_tensors
 
 TRAINING_STATE_FORMAT: Final = 1
 """The format of `training_state.json`."""
@@ -90,6 +91,8 @@ class Components:
     """The tensors of the component `optimizer`."""
     tensors: dict[str, torch.Tensor]
     """The tensors of all other components, except the model."""
+    masters: Masters = field(default_factory=dict)
+    """What the optimizers step on for the model's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
         UnstorableTensorError: A value cannot be stored; the message says where it is. (Tensors are checked later.)
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
-    found = Components({}, {}, {})
+    found = Components({}, {}, {}, state.masters)
     state = with_named_states(state)
     names = state.parameter_names()
     for name, kind in state.kinds.items():
@@ -194,7 +197,7 @@ def collect(
     raw = padded_json({**state, "lacking": list(lacking)} if lacking else state)
     requests = {}
     if model is not None:
-        requests[MODEL_BASE] = _model_request(model, options)
+        requests[MODEL_BASE] = _model_request(model, options, components.masters)
         if (adapter := adapter_request(model, options)) is not None:
             requests[ADAPTER_BASE] = adapter
     for base, part_tensors in (("optimizer", components.optimizer_tensors), (STATE_BASE, tensors)):
@@ -213,7 +216,7 @@ def _encode_component(
 ) -> Any:
     part = state.components[name]
     if name == "model":
-        return encode(_no_tensors(collect_state_dict(part)), name, found.tensors)
+        return encode(_no_tensors(collect_run_tensors(part, state.masters)), name, found.tensors)
     if kind == "optimizer":
         reject_unsaved(part, name, state.components.values())
     if kind == "optimizer" and name == "optimizer":
@@ -221,7 +224,7 @@ def _encode_component(
     if kind == "optimizer":
         return encode_optimizer(part, names, name, found.tensors, f"{name}/")
     if kind == "module":
-        return encode(collect_state_dict(part), name, found.tensors)
+        return encode(collect_run_tensors(part, state.masters), name, found.tensors)
     return encode_alone(name, kind, state, name, found.tensors)
 
 
@@ -231,12 +234,13 @@ def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, ten
     return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 
 
-def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
+def _model_request(model: torch.nn.Module, options: SaveOptions, masters: Masters) -> SaveRequest:
     # Under the model's own names, not those of the original checkpoint: transformers loads both, and a resume finds
     # each tensor where it was.
     own = None
-    if not is_pretrained(unwrap(model)):
-        own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
+    if not is_pretrained(unwrap(model)) or masters or is_loaded_by_ranks(model):
+        tensors = collect_run_tensors(model, masters)
+        own = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor | PartOfTensor)}
     request = request_from_model(model, own, options)
     return replace(request, separate_names=_frozen(model, request))
 
@@ -253,4 +257,4 @@ def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
 
 def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a module's `get_extra_state` returned that is not a tensor."""
-    return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}
+    return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor | PartOfTensor)}

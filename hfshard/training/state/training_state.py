@@ -16,18 +16,21 @@ from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.fsdp1 import has_flat_parameters, reshard
+from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
     RUN_REMEDY,
     is_dtensor,
+    is_loaded_by_ranks,
     is_partitioned,
     parameter_names,
-    reject_partitioned,
+    partitioned_parameters,
     tied_parameter_names,
 )
 from hfshard.training.data.external_loader import track
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import is_scheduler
+from hfshard.training.state.zero_runs import Masters, NamedOptimizer, is_of_deepspeed, named_optimizers
 
 PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
 """The kind of a part. Each rank saves its own parts of the kind "loader" (data positions, accumulating gradients);
@@ -71,7 +74,8 @@ class TrainingState:
         """
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
         named |= stateful
-        parts = {name: _taken(part) for name, part in named.items() if part is not None}
+        given = {name: unwrapped(part) for name, part in named.items() if part is not None}
+        parts = {name: _taken(part) for name, part in given.items()}
         self.kinds: dict[str, PartKind] = {name: _part_kind(name, part) for name, part in parts.items()}
         self.components: dict[str, Any] = {
             name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
@@ -81,6 +85,9 @@ class TrainingState:
         """Parts that stay as they are: their modules still name the parameters of an optimizer."""
         self.aliases: dict[str, str] = {}
         """Names of parameters -> the names of their ties that another stage of a pipeline uses."""
+        self.named_optimizers: dict[str, NamedOptimizer] = {}
+        """Optimizers that DeepSpeed steps with; `components` has what they are by the model's parameters."""
+        self._engines = {name: part for name, part in given.items() if part is not parts[name]}
 
     def without(self, names: Collection[str]) -> TrainingState:
         """Return the same parts without some of them; this state itself if there are none to leave out.
@@ -105,6 +112,27 @@ class TrainingState:
         left.components = {name: part for name, part in self.components.items() if name not in names}
         left.left_out = self.left_out | {name: self.components[name] for name in names}
         return left
+
+    def with_named_optimizers(self) -> TrainingState:
+        """Return the same parts, with optimizers that DeepSpeed steps with by the names of their parameters.
+
+        Raises:
+            InvalidArgumentError: DeepSpeed has partitioned an optimizer in another way.
+        """
+        optimizers = self.of_kind("optimizer")
+        engines = {name: part for name, part in self._engines.items() if name in optimizers}
+        named = named_optimizers(optimizers, engines, [*self._naming_modules().values()])
+        if not named:
+            return self
+        found = copy.copy(self)
+        found.components = self.components | {name: one.optimizer for name, one in named.items()}
+        found.named_optimizers = named
+        return found
+
+    @property
+    def masters(self) -> Masters:
+        """What ZeRO 1 and 2 step on for the parameters."""
+        return {key: one for named in self.named_optimizers.values() for key, one in named.masters.items()}
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """Return the parts of one kind, by name.
@@ -197,7 +225,9 @@ class GeneratorPart:
 
 
 def _taken(part: Any) -> Any:
-    return GeneratorPart(part) if isinstance(part, torch.Generator) else unwrapped(part)
+    if isinstance(part, torch.Generator):
+        return GeneratorPart(part)
+    return getattr(part, "optimizer", part) if is_of_deepspeed(part) and not isinstance(part, Optimizer) else part
 
 
 def unwrapped(part: Any) -> Any:
@@ -247,7 +277,8 @@ def is_spread_state(state: TrainingState) -> bool:
         state: Its modules under `fully_shard` are resharded; the next pass gathers them again.
 
     Raises:
-        InvalidArgumentError: A part is the gradients of a module under FSDP1; or DeepSpeed has partitioned a part.
+        InvalidArgumentError: A part is the gradients of a module under FSDP1; or DeepSpeed has partitioned a part in an
+            unknown way.
     """
     _reject_deepspeed(state)
     modules = list(state.of_kind("module").values())
@@ -258,21 +289,21 @@ def is_spread_state(state: TrainingState) -> bool:
         return True
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
-    return any(is_dtensor(tensor) for tensor in tensors)
+    has_parts = bool(state.named_optimizers) or any(map(is_loaded_by_ranks, modules))
+    return has_parts or any(is_dtensor(tensor) for tensor in tensors)
 
 
 def _reject_deepspeed(state: TrainingState) -> None:
-    """Reject parameters that ZeRO-3 has partitioned, and optimizers whose parts on each rank have no names.
+    """Reject parameters of which this rank's part is unknown, and optimizers whose parts on each rank have no names.
 
     An optimizer that was passed to `deepspeed.initialize` has no parameters between two steps, and knows its state by
     the flat tensors in which DeepSpeed keeps them.
     """
     for name, part in state.components.items():
         if state.kinds[name] == "module":
-            reject_partitioned(part, "run")
+            partitioned_parameters(unwrap(part), "run")
         trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
-        is_of_deepspeed = any(base.__name__ == "ZeROOptimizer" for base in type(part).__mro__)
-        if is_of_deepspeed or any(map(is_partitioned, chain(*trained))):
+        if name not in state.named_optimizers and (is_of_deepspeed(part) or any(map(is_partitioned, chain(*trained)))):
             raise InvalidArgumentError(
                 f"Cannot save or restore a run with '{name}' ({type(part).__qualname__}): DeepSpeed ZeRO has "
                 f"partitioned its state across the ranks. Nothing was changed. {RUN_REMEDY}"
