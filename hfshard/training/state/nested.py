@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
-from hfshard.tensors.state_dict import PartOfTensor
+from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.training.state.step import RestoredStep
 
 _MAX_DEPTH: Final = 40
