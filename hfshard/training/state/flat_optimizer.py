@@ -70,10 +70,10 @@ def _named(
             for member, offset in zip(inside, offsets, strict=True):
                 parameter = variable if member is None else member.parameter
                 parameters.append(parameter)
-                if held and member is not None and member.tensor.local.numel():
-                    slots[parameter] = _slots(held, variable, member, offset, component)
-                elif held and member is None:
+                if held and (member is None or any(isinstance(one, FlatTensor) for one in held.values())):
                     slots[parameter] = held
+                elif held and member is not None and member.tensor.local.numel():
+                    slots[parameter] = _slots(held, variable, member, offset, component)
         groups.append({**group, "params": parameters})
     in_order = list(chain.from_iterable(group["params"] for group in groups))
     flattened = [members[id(one)] for one in in_order if id(one) in members]
