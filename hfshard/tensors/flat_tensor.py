@@ -90,11 +90,11 @@ class FlatTensor(torch.Tensor, PartOfTensor):
                 start, stop = self.flat.held(prod(self.shape), dist.get_rank())
                 self.local.copy_(values.detach().reshape(-1)[start:stop])
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def _description(self, **_: Any) -> str:
         """Describe it without its values."""
         return f"FlatTensor(shape={tuple(self.shape)}, dtype={self.dtype}, local={self.local.numel()} elements)"
 
-    def _dispatch(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply what does nothing but copy; reject every other operation."""
         if func in _COPIES:
             return args[0].with_local(func(args[0].local, **(kwargs or {})))
@@ -103,5 +103,6 @@ class FlatTensor(torch.Tensor, PartOfTensor):
             "interval. Gather it first: with FullyShardedDataParallel.summon_full_params(model)."
         )
 
+    __repr__: Any = _description
     __torch_dispatch__: Any = classmethod(_dispatch)
     __torch_function__: Any = torch._C._disabled_torch_function_impl

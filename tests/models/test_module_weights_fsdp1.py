@@ -46,14 +46,15 @@ def save_and_load(rank: int, place: Path, ways: list[str]) -> None:
 
 def save_transformers(rank: int, place: Path) -> None:
     torch.manual_seed(2)
-    inner: Any = LlamaForCausalLM(SPECIMENS["llama_untied_even"].make_config())
+    kind: Any = LlamaForCausalLM
+    inner = kind(SPECIMENS["llama_untied_even"].make_config())
     before = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
     model: Any = wrapped("parts", inner)
     hfshard.save_model(model, place / "verb", rank == 0)
     hfshard.save_model(model.module, place / "inner", rank == 0)
     if rank == 0:
         for way in ("verb", "inner"):
-            stock, info = LlamaForCausalLM.from_pretrained(place / way, output_loading_info=True)
+            stock, info = kind.from_pretrained(place / way, output_loading_info=True)
             assert not info["missing_keys"]
             assert not info["unexpected_keys"]
             assert_same(dict(stock.state_dict()), before)

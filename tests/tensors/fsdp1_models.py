@@ -55,7 +55,8 @@ def trained_by(model: nn.Module, way: str) -> torch.optim.Optimizer:
         trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         decayed = [one for name, one in trained.items() if name.endswith("weight")]
         others = [one for name, one in trained.items() if not name.endswith("weight")]
-        return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.03)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.03)
     return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.03)
 
 

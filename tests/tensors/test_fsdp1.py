@@ -51,10 +51,10 @@ def look_at(rank: int, way: str) -> None:
 
 
 def refuse(rank: int) -> None:
-    image = nn.Sequential(nn.Conv2d(2, 3, 2))
-    image[0].weight.data = image[0].weight.data.contiguous(memory_format=torch.channels_last)
+    image = nn.Conv2d(2, 3, 2)
+    image.weight.data = image.weight.data.contiguous(memory_format=torch.channels_last)
     with pytest.raises(UnstorableTensorError, match=r"Cannot read '0\.weight': .* in another order"):
-        flat_tensors(wrapped("parts", image))
+        flat_tensors(wrapped("parts", nn.Sequential(image)))
     layer = nn.Linear(4, 2)
     wrapped("parts", layer)
     with pytest.raises(UnstorableTensorError, match="that wrapper does not exist any more"):

@@ -95,8 +95,10 @@ def _slots(held: Any, variable: torch.Tensor, member: FlatMember, offset: int, c
         if is_tensor and not isinstance(value, FlatTensor) and value.dim() and value.shape == variable.shape:
             count = member.tensor.local.numel()
             found[key] = member.tensor.with_local(value.detach().reshape(-1)[offset : offset + count])
-        elif isinstance(value, FlatTensor | bool | int | float | str | None) or (is_tensor and not value.dim()):
+        elif isinstance(value, FlatTensor | bool | int | float | str | None):
             found[key] = value
+        elif is_tensor and not value.dim():
+            found[key] = value.detach().clone()  # one of the flat parameter is one of each in it
         else:
             raise InvalidArgumentError(
                 f"Cannot save '{component}': its '{key}' for '{member.name}' is neither one number nor as long as the "
