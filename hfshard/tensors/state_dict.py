@@ -362,7 +362,7 @@ class PartitionedParameter(PartOfTensor):
     @property
     def is_gathered(self) -> bool:
         """True within a block of `GatheredParameters`, which may change it."""
-        return self.is_whole and not getattr(self.parameter, "ds_persist", False)
+        return _is_gathered(self.parameter)
 
     @classmethod
     def of(cls, parameter: Any) -> PartitionedParameter:
@@ -422,6 +422,8 @@ def _master_of(parameter: Any) -> torch.Tensor | None:
 def partitioned_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[str, PartitionedParameter]:
     """Describe each parameter that ZeRO-3 has partitioned; one for all names of a tied parameter.
 
+    A save needs no part of a parameter of which every rank has all; a load fills its part, too.
+
     Args:
         model: Not changed.
         purpose: What the parameters are needed for.
@@ -432,12 +434,14 @@ def partitioned_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[
     found: dict[int, PartitionedParameter] = {}
     names: dict[str, PartitionedParameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not hasattr(parameter, "ds_id"):
+        if not hasattr(parameter, "ds_id") or (purpose == "save" and not is_partitioned(parameter)):
             continue
         if not _has_ranks(parameter):
             reject_partitioned(model, purpose)
             continue
         if id(parameter) not in found:
+            if _problem_of(parameter) and _is_gathered(parameter):
+                continue
             _reject_untold(name, parameter, purpose)
             found[id(parameter)] = PartitionedParameter.of(parameter)
         names[name] = found[id(parameter)]
@@ -472,8 +476,8 @@ def is_loaded_by_ranks(model: nn.Module) -> bool:
     Inside a block of `GatheredParameters` for all of them, one rank may load it.
     """
     parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    is_gathered = [not (is_partitioned(one) or getattr(one, "ds_persist", False)) for one in parameters]
-    return any(map(is_partitioned, parameters)) or (any(map(_has_ranks, parameters)) and not any(is_gathered))
+    is_gathered = any(map(_is_gathered, parameters))
+    return any(map(is_partitioned, parameters)) or (any(map(_has_ranks, parameters)) and not is_gathered)
 
 
 def refresh_masters(model: nn.Module) -> None:
@@ -487,29 +491,38 @@ def refresh_masters(model: nn.Module) -> None:
             refresh()
 
 
+def _is_gathered(parameter: Any) -> bool:
+    """Return whether a parameter is complete within a block of `GatheredParameters`, and not always."""
+    return not is_partitioned(parameter) and not getattr(parameter, "ds_persist", False)
+
+
 def _has_ranks(parameter: Any) -> bool:
     return hasattr(parameter, "ds_process_group") and dist.is_initialized()
 
 
 def _reject_untold(name: str, parameter: Any, purpose: Purpose) -> None:
     """Reject a parameter of which this rank's part is not known, or not in memory."""
+    problem = _problem_of(parameter)
+    if problem:
+        kind, verb, remedy = _WORDS[purpose]
+        raise kind(f"Cannot {verb} {name!r}: DeepSpeed ZeRO-3 {problem}. {remedy}", fqn=name)
+
+
+def _problem_of(parameter: Any) -> str:
     part = parameter.ds_tensor
     ranks = dist.get_process_group_ranks(parameter.ds_process_group)
     optimizer = getattr(parameter, "_z3_optimizer", None)
     if getattr(part, "final_location", None) == "nvme" or getattr(optimizer, "swap_optimizer", False):
-        problem = "has moved parts of it to NVMe"
-    elif hasattr(part, "ds_quant_scale"):
-        problem = "has quantized it (zero_quantized_nontrainable_weights)"
-    elif hasattr(parameter, "comm"):
-        problem = "has partitioned it within groups of ranks (mics_shard_size)"
-    elif len(ranks) != dist.get_world_size():
-        problem = f"has partitioned it over ranks {ranks} alone"
-    elif part.numel() != -(-parameter.ds_numel // len(ranks)):
-        problem = f"has given this rank {part.numel()} of its {parameter.ds_numel} elements"
-    else:
-        return
-    kind, verb, remedy = _WORDS[purpose]
-    raise kind(f"Cannot {verb} {name!r}: DeepSpeed ZeRO-3 {problem}. {remedy}", fqn=name)
+        return "has moved parts of it to NVMe"
+    if hasattr(part, "ds_quant_scale"):
+        return "has quantized it (zero_quantized_nontrainable_weights)"
+    if hasattr(parameter, "comm"):
+        return "has partitioned it within groups of ranks (mics_shard_size)"
+    if len(ranks) != dist.get_world_size():
+        return f"has partitioned it over ranks {ranks} alone"
+    if part.numel() != -(-parameter.ds_numel // len(ranks)):
+        return f"has given this rank {part.numel()} of its {parameter.ds_numel} elements"
+    return ""
 
 
 Purpose = Literal["save", "load", "run"]

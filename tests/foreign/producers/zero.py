@@ -103,7 +103,7 @@ def _write_truth(rank: int, place: Path, engine: Any) -> None:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    reordered = _reordered_masters(engine) if engine.zero_round_robin_gradients() else {}
+    reordered = reordered_masters(engine) if engine.zero_round_robin_gradients() else {}
     tensors = dict(engine.module.state_dict())
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         master = reordered.get(id(parameter))
@@ -117,7 +117,7 @@ def _write_truth(rank: int, place: Path, engine: Any) -> None:
         write_truth(place, tensors)
 
 
-def _reordered_masters(engine: Any) -> dict[int, torch.Tensor]:
+def reordered_masters(engine: Any) -> dict[int, torch.Tensor]:
     """Cut the masters by the order of the partitions; DeepSpeed's own function cuts them by that of the model."""
     found = {}
     optimizer = engine.optimizer
