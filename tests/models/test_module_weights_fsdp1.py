@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import LlamaForCausalLM
 
 import hfshard
 from tests.distributed.gloo import check_ranks
 from tests.foreign.producers.models import build
 from tests.foreign.producers.truth import assert_same
+from tests.helpers.memory import MIB, peak_during
 from tests.models.specimens import SPECIMENS
 from tests.tensors.fsdp1_models import counted_gathers, gathered, train, trained_by, wrapped
 
@@ -61,9 +63,17 @@ def save_transformers(rank: int, place: Path) -> None:
     dist.barrier()
 
 
+def save_large(rank: int, place: Path) -> None:
+    model = wrapped("parts", nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(8))))
+    hfshard.save_model(model, place / "warm", max_shard_size="9MiB")
+    peak = peak_during(lambda: hfshard.save_model(model, place / "large", max_shard_size="9MiB"))
+    assert peak < 0.4 * 64 * MIB  # windows and one file's blocks, whatever the model's size
+
+
 def work_of_two(rank: int, place: Path) -> None:
     save_and_load(rank, place, ["parts", "flat"])
     save_transformers(rank, place)
+    save_large(rank, place)
 
 
 def test_two_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
