@@ -102,8 +102,8 @@ def flat_parameter_names(model: nn.Module) -> dict[int, list[str]]:
     for name, member in _named_members(model, flats):
         names.setdefault(id(member.parameter), []).append(name)
     for flat in flats:
-        if flat.is_trained:
-            inside = [min(names[id(member.parameter)]) for member in flat.members if id(member.parameter) in names]
+        inside = [min(names[id(member.parameter)]) for member in flat.members if id(member.parameter) in names]
+        if flat.is_trained and inside:
             names[id(flat.variable)] = inside[:1]
     return names
 
