@@ -77,7 +77,7 @@ class SpreadTensor(PartOfTensor):
             mesh = MeshLayout((len(flat.ranks),), flat.ranks, (Placement(0 if flat.is_cut else None),))
             place = dict(mesh.coordinates()).get(dist.get_rank())
             window = ((flat.first, flat.first + prod(shape)),)
-            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_cut=True)
+            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_own=True)
             part._check(name)
             return part
         mesh = mesh_layout_of(tensor, name)
@@ -147,7 +147,7 @@ class SpreadTensor(PartOfTensor):
         first = self.window[0][0] if self.window else 0
         interval = first + run[0], first + run[1]
         local = self.local
-        if self.is_cut and self.coordinate is not None:
+        if self.is_own and self.coordinate is not None:
             local = local[local_slices(self.stored_box, (run,))]
         return replace(self, shape=shape, window=(interval,), local=local)
 

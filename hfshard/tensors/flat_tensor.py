@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -99,16 +99,11 @@ class FlatTensor(torch.Tensor, PartOfTensor):
                 start, stop = self.flat.held(prod(self.shape), dist.get_rank())
                 self.local.copy_(values.detach().reshape(-1)[start:stop])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def _description(self, **_: Any) -> str:
         """Describe it without its values."""
         return f"FlatTensor(shape={tuple(self.shape)}, dtype={self.dtype}, local={self.local.numel()} elements)"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def _dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply what does nothing but copy; reject every other operation."""
         if func in _COPIES:
             return args[0].with_local(func(args[0].local, **(kwargs or {})))

@@ -18,7 +18,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfshard.errors import UnstorableTensorError
 from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor, PartOfParameter
@@ -36,8 +35,8 @@ _KNOWN: Final[WeakSet[Any]] = WeakSet()
 """Wrappers found in this process: a module inside of one does not lead to it."""
 
 
-_STAND_INS: Final[Any] = WeakTensorKeyDictionary()
-"""Flat parameter -> variables that stand for those in it, the same ones at each call."""
+_STAND_INS: Final[WeakKeyDictionary[Any, list[nn.Parameter]]] = WeakKeyDictionary()
+"""Handle of a flat parameter -> variables that stand for those in it, the same ones at each call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -95,8 +94,8 @@ def flat_parameter_names(model: nn.Module) -> dict[int, list[str]]:
     for name, member in _named_members(model, flats):
         names.setdefault(id(member.parameter), []).append(name)
     for flat in flats:
-        if flat.is_trained:
-            inside = [min(names[id(member.parameter)]) for member in flat.members if id(member.parameter) in names]
+        inside = [min(names[id(member.parameter)]) for member in flat.members if id(member.parameter) in names]
+        if flat.is_trained and inside:
             names[id(flat.variable)] = inside[:1]
     return names
 
@@ -258,10 +257,10 @@ def _described(unit: Any) -> FlatParameter:
     shared: dict[tuple[int, str], list[tuple[nn.Module, str]]] = {}
     for one in flat._shared_param_infos:
         shared.setdefault((id(one.prim_module), one.prim_param_name), []).append((one.module, one.param_name))
-    parameters = _STAND_INS.get(flat) if flat._params is None else flat._params
+    parameters = _STAND_INS.get(handle) if flat._params is None else flat._params
     if parameters is None:
         parameters = [nn.Parameter(local.new_empty(0), flat.requires_grad) for _ in flat._param_infos]
-        _STAND_INS[flat] = parameters
+        _STAND_INS[handle] = parameters
     members = []
     offsets = []
     for number, (info, held) in enumerate(zip(flat._param_infos, flat._shard_param_infos, strict=True)):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.foreign.producers.dcp import whole_state
-from tests.foreign.producers.models import Norm, build, losses, optimizer_of
+from tests.foreign.producers.models import Norm, build, losses
 
 WAYS: dict[str, dict[str, Any]] = {
     "parts": {"use_orig_params": True},
@@ -50,9 +50,13 @@ def groups_of_two() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def trained_by(model: nn.Module, way: str) -> torch.optim.Optimizer:
-    """Several groups, where parameters have names of their own."""
-    if WAYS[way]["use_orig_params"]:
-        return optimizer_of(model)
+    """Two groups, by name, where parameters have names of their own."""
+    if way == "plain" or WAYS[way]["use_orig_params"]:
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        decayed = [one for name, one in trained.items() if name.endswith("weight")]
+        others = [one for name, one in trained.items() if not name.endswith("weight")]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.03)
     return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.03)
 
 

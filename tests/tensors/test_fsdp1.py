@@ -52,8 +52,8 @@ def look_at(rank: int, way: str) -> None:
 
 
 def refuse(rank: int) -> None:
-    image = nn.Sequential(nn.Conv2d(2, 3, 2))
-    image[0].weight.data = image[0].weight.data.contiguous(memory_format=torch.channels_last)
+    image = nn.Conv2d(2, 3, 2)
+    image.weight.data = image.weight.data.contiguous(memory_format=torch.channels_last)
     with pytest.raises(UnstorableTensorError, match=r"Cannot read '0\.weight': .* in another order"):
         flat_members(wrapped("parts", image))
     layer = nn.Linear(4, 2)

@@ -12,14 +12,15 @@ import torch
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.format.digests import sha256_of
 from hfshard.tensors.flat_tensor import FlatTensor
 from hfshard.tensors.fsdp1 import FlatMember, FlatParameter, flat_parameters
 from hfshard.training.state.optimizer import with_groups
 from hfshard.training.state.reordering import Names
 from hfshard.training.state.training_state import TrainingState
 
-Exchange = Callable[[bytes], Iterable[bytes]]
-"""Sends a message to all ranks, and returns those of all."""
+Exchange = Callable[[str, bytes], Iterable[bytes]]
+"""Sends a message under a name to all ranks, and returns those of all."""
 
 
 def with_named_states(state: TrainingState, exchange: Exchange | None = None) -> TrainingState:
@@ -56,23 +57,23 @@ def _named(
     optimizer: Optimizer, component: str, flats: Sequence[FlatParameter], names: Names, exchange: Exchange | None
 ) -> Optimizer:
     members = {id(member.parameter): member for flat in flats for member in flat.members}
-    trained = {id(flat.variable): flat for flat in flats if flat.is_trained}
+    whole = {id(flat.variable): flat for flat in flats if flat.is_trained}
     groups: list[dict[str, Any]] = []
     slots: dict[torch.Tensor, Any] = {}
     for group in optimizer.param_groups:
         parameters = []
         for variable in group["params"]:
             inside, offsets = [members.get(id(variable))], [0]
-            if id(variable) in trained:
-                inside, offsets = [*trained[id(variable)].members], [*trained[id(variable)].offsets]
+            if id(variable) in whole:
+                inside, offsets = [*whole[id(variable)].members], [*whole[id(variable)].offsets]
             held = optimizer.state.get(variable)
             for member, offset in zip(inside, offsets, strict=True):
                 parameter = variable if member is None else member.parameter
                 parameters.append(parameter)
-                if held and member is not None and member.tensor.local.numel():
-                    slots[parameter] = _slots(held, variable, member, offset, component)
-                elif held and member is None:
+                if held and (member is None or any(isinstance(one, FlatTensor) for one in held.values())):
                     slots[parameter] = held
+                elif held and member is not None and member.tensor.local.numel():
+                    slots[parameter] = _slots(held, variable, member, offset, component)
         groups.append({**group, "params": parameters})
     in_order = list(chain.from_iterable(group["params"] for group in groups))
     flattened = [members[id(one)] for one in in_order if id(one) in members]
@@ -89,8 +90,10 @@ def _slots(held: Any, variable: torch.Tensor, member: FlatMember, offset: int, c
         if is_tensor and not isinstance(value, FlatTensor) and value.dim() and value.shape == variable.shape:
             count = member.tensor.local.numel()
             found[key] = member.tensor.with_local(value.detach().reshape(-1)[offset : offset + count])
-        elif isinstance(value, FlatTensor | bool | int | float | str | None) or (is_tensor and not value.dim()):
+        elif isinstance(value, FlatTensor | bool | int | float | str | None):
             found[key] = value
+        elif is_tensor and not value.dim():
+            found[key] = value.detach().clone()  # one of the flat parameter is one of each in it
         else:
             raise InvalidArgumentError(
                 f"Cannot save '{component}': its '{key}' for '{member.name}' is neither one number nor as long as the "
@@ -103,11 +106,12 @@ def _slots(held: Any, variable: torch.Tensor, member: FlatMember, offset: int, c
 def _share(
     slots: dict[torch.Tensor, Any],
     flattened: Sequence[FlatMember],
+    trained: Sequence[Sequence[str]],
     component: str,
     names: Names,
     exchange: Exchange,
 ) -> None:
-    """Add the state of parameters of which this rank has no elements."""
+    """Add the state of parameters of which this rank has no elements; check that the ranks train the same ones."""
     rank = torch.distributed.get_rank()
     own = {names[id(one.parameter)]: _description(slots.get(one.parameter)) for one in flattened}
     first = {}
@@ -116,8 +120,16 @@ def _share(
         if start == 0 and stop:
             first[names[id(one.parameter)]] = own[names[id(one.parameter)]]
     everywhere: dict[str, Any] = {}
-    for raw in exchange(json.dumps(first).encode()):
-        everywhere |= json.loads(raw)
+    digest = sha256_of(json.dumps(trained).encode())
+    for raw in exchange(component, json.dumps([digest, first]).encode()):
+        other, states = json.loads(raw)
+        if other != digest:
+            raise InvalidArgumentError(
+                f"The ranks have other parameters in the groups of '{component}': under FullyShardedDataParallel, the "
+                "shapes of parameters are those of a rank's parts. Choose the groups by name, or before the model is "
+                "wrapped."
+            )
+        everywhere |= states
     for one in flattened:
         name = names[id(one.parameter)]
         described = everywhere.get(name)

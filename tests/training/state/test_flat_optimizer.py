@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, Gradients, TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.foreign.producers.models import build, optimizer_of
+from tests.foreign.producers.models import build
 from tests.foreign.producers.truth import assert_same
 from tests.tensors.fsdp1_models import counted_gathers, gathered, train, trained_by, wrapped
 
@@ -47,6 +47,10 @@ def refuse(rank: int, place: Path) -> None:
     manager = CheckpointManager(place)
     with pytest.raises(InvalidArgumentError, match=r"'gradients': under FullyShardedDataParallel \(FSDP1\)"):
         manager.save(1, TrainingState(model, gradients=Gradients(model)))
+    parts = wrapped("parts")
+    some = [one for one in parts.parameters() if one.numel() > 3]
+    with pytest.raises(HfshardError, match="other parameters in the groups of 'optimizer'"):
+        manager.save(1, TrainingState(parts, torch.optim.AdamW(some)))
     rows: Any = torch.optim.Adafactor(model.parameters())
     for one in model.parameters():
         rows.state[one] = {"step": torch.tensor(1.0), "row_var": torch.zeros(3)}
@@ -74,7 +78,7 @@ def take_up(rank: int, place: Path) -> None:
     fully_shard(spread)
     plain = build("nasty")
     for model in (plain, spread):
-        CheckpointManager(place / "parts").restore(state_of(model, optimizer := optimizer_of(model)))
+        CheckpointManager(place / "parts").restore(state_of(model, optimizer := trained_by(model, "plain")))
         found = tensors_of(optimizer, model)
         if model is plain:
             expected = found, dict(model.state_dict())
