@@ -112,6 +112,10 @@ class FlatTensor(torch.Tensor, PartOfTensor):
             "interval. Gather it first: with FullyShardedDataParallel.summon_full_params(model)."
         )
 
+    __repr__: Any = _description
+    __torch_dispatch__: Any = classmethod(_dispatch)
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOfParameter:

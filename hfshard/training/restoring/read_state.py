@@ -120,8 +120,7 @@ class StateLayouts:
         parameters = chain.from_iterable(module.parameters() for module in modules)
         found: dict[str, torch.Tensor] = {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
         for module in modules:
-            parts: dict[int, Any] = {**self._state.masters, **spread_parameters(module)}
-            parts |= {id(one.parameter): one.tensor for flat in flat_parameters(module) for one in flat.members}
+            parts = {**self._state.masters, **spread_parameters(module)}
             found |= {self._names[key]: one for key, one in parts.items() if key in self._names}
         return found
 

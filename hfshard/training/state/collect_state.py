@@ -16,7 +16,6 @@ from hfshard.format.strict_json import padded_json
 from hfshard.models.model_kinds import is_pretrained, request_from_model
 from hfshard.models.module_weights import whole_tensors
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
-from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import collect_state_dict, has_parts, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs

@@ -78,7 +78,8 @@ def _named(
     in_order = list(chain.from_iterable(group["params"] for group in groups))
     flattened = [members[id(one)] for one in in_order if id(one) in members]
     if exchange is not None:
-        _share(slots, flattened, component, names, exchange)
+        trained = [[names.get(id(one), "") for one in group["params"]] for group in groups]
+        _share(slots, flattened, trained, component, names, exchange)
     return with_groups(optimizer, groups, {one: slots[one] for one in in_order if one in slots})
 
 
