@@ -57,8 +57,8 @@ class SpreadTensor(PartOfTensor):
     """This rank's position in the mesh; None: it has no part."""
     local: torch.Tensor
     """This rank's part of the source, on its device; it shares the model's memory."""
-    is_cut: bool = False
-    """True if `local` is only what this rank has of what is stored, not of all of the source."""
+    is_own: bool = False
+    """True if `local` has only what is stored: of a flat source, or in memory of its own; see `with_part`."""
 
     @classmethod
     def of(cls, tensor: DTensor | FlatTensor, name: str) -> Self:
@@ -183,7 +183,7 @@ class SpreadTensor(PartOfTensor):
 
     def part(self) -> torch.Tensor:
         """Return this rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
-        if self.is_cut or self.window is None or self.coordinate is None or not self.local.numel():
+        if self.is_own or self.window is None or self.coordinate is None or not self.local.numel():
             return self.local
         box = held_box(self.source_shape, self.mesh, self.coordinate)
         return self.local[local_slices(box, self.window)]
@@ -194,7 +194,7 @@ class SpreadTensor(PartOfTensor):
         Args:
             part: Of the shape of what `part` returns.
         """
-        return replace(self, dtype=part.dtype, local=part, is_cut=True)
+        return replace(self, dtype=part.dtype, local=part, is_own=True)
 
     def _check(self, name: str) -> None:
         """Reject a local tensor that cannot be stored, or is not what the placements say."""
