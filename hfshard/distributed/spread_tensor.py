@@ -169,14 +169,6 @@ class SpreadTensor(PartOfTensor):
             return (1,)
         return window_sizes(self.source_shape, self.window)
 
-    def numel(self) -> int:
-        """Return the number of elements of what is stored."""
-        return prod(self.shape)
-
-    def element_size(self) -> int:
-        """Return the bytes of an element."""
-        return self.dtype.itemsize
-
     def runs(self) -> Runs:
         """Compute the positions of this rank's bytes among those that are stored."""
         return Runs.of_box(self.stored_sizes, self.dtype.itemsize, self.stored_box)

@@ -25,7 +25,7 @@ from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.training_state import TrainingState, is_spread_state
-from hfshard.training.state.zero_runs import collect_run_tensors, spread_parameters, whole_names
+from hfshard.training.state.zero_runs import run_tensors_in_parts, spread_parameters
 
 
 class ReadPart(Protocol):
@@ -131,12 +131,8 @@ class StateLayouts:
         for name, part in with_named_states(self._state).components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
-                whole = whole_names(part, self._state.masters)
-                found[MODEL_BASE] = {
-                    key: one
-                    for key, one in collect_run_tensors(part, self._state.masters).items()
-                    if isinstance(one, torch.Tensor) and key not in whole
-                }
+                own = run_tensors_in_parts(part, self._state.masters)
+                found[MODEL_BASE] = {key: one for key, one in own.items() if isinstance(one, torch.Tensor)}
             elif kind == "optimizer":
                 base, prefix = ("optimizer", "") if name == "optimizer" else (STATE_BASE, f"{name}/")
                 encode_optimizer(part, self._names, name, found[base], prefix)
@@ -148,7 +144,7 @@ class StateLayouts:
         own: dict[str, torch.Tensor] = {}
         try:
             is_module = isinstance(part, torch.nn.Module)
-            encode(collect_run_tensors(part, self._state.masters) if is_module else part.state_dict(), name, own)
+            encode(run_tensors_in_parts(part, self._state.masters) if is_module else part.state_dict(), name, own)
         except UnstorableTensorError:
             return  # an object that cannot be saved now may be restored
         tensors |= own

@@ -40,10 +40,11 @@ def collect_run_tensors(module: nn.Module, masters: Masters) -> dict[str, Any]:
     return found | {name: masters[id(one)] for name, one in own.items() if id(one) in masters and name in found}
 
 
-def whole_names(module: nn.Module, masters: Masters) -> frozenset[str]:
-    """Return the names of parameters that have parts on the ranks, while each rank needs all of them."""
+def run_tensors_in_parts(module: nn.Module, masters: Masters) -> dict[str, Any]:
+    """Do what `collect_run_tensors` does, without the parameters that have parts while each rank needs all of them."""
     whole = {name for name, part in _parts_of(module).items() if part.is_whole}
-    return frozenset(whole.union(name for name, one in _named_parameters(module).items() if id(one) in masters))
+    whole |= {name for name, one in _named_parameters(module).items() if id(one) in masters}
+    return {name: one for name, one in collect_run_tensors(module, masters).items() if name not in whole}
 
 
 def spread_parameters(module: nn.Module) -> dict[int, FlatTensor]:
@@ -56,7 +57,7 @@ def assign_run_tensors(module: nn.Module, tensors: Mapping[str, Any], masters: M
 
     Args:
         module: Unwrapped; changed.
-        tensors: By the names of `collect_run_tensors`; those of `whole_names` complete, others this rank's part.
+        tensors: By the names of `collect_run_tensors`; those of `run_tensors_in_parts` this rank's part, others complete.
         masters: Those of the training state; changed.
     """
     own = _named_parameters(module) if masters else {}
