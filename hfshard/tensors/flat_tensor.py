@@ -78,9 +78,8 @@ class FlatTensor(torch.Tensor, PartOfTensor):
         return made
 
     @classmethod
-    def within(cls, part: torch.Tensor, shape: Sequence[int], flat: FlatLayout) -> FlatTensor:
-        """Describe a tensor from this rank's part of the flat one, in whose memory its elements are."""
-        rank = dist.get_rank()
+    def within(cls, part: torch.Tensor, shape: Sequence[int], flat: FlatLayout, rank: int) -> FlatTensor:
+        """Describe a tensor from a rank's part of the flat one, in whose memory its elements are."""
         start, stop = flat.held(prod(shape), rank)
         length = -(-flat.elements // len(flat.ranks)) if flat.is_cut else 0
         offset = flat.first - flat.ranks.index(rank) * length

@@ -19,7 +19,9 @@ def test_flat_tensors_are_cut_as_torch_chunks_them() -> None:
         whole = elements[first : first + count]
         for rank, part in zip(layout.ranks, parts, strict=True):
             start, stop = layout.held(count, rank)
-            assert whole[start:stop].tolist() == [one for one in part.tolist() if first <= one < first + count]
+            held = [one for one in part.tolist() if first <= one < first + count]
+            assert whole[start:stop].tolist() == held
+            assert FlatTensor.within(part, (count, 1), layout, rank).local.tolist() == held
     assert FlatLayout((0, 1), is_cut=False, elements=11, first=2).held(5, 1) == (0, 5)
 
 

@@ -57,7 +57,7 @@ def assign_run_tensors(module: nn.Module, tensors: Mapping[str, Any], masters: M
 
     Args:
         module: Unwrapped; changed.
-        tensors: By the names of `collect_run_tensors`; those of `run_tensors_in_parts` this rank's part, others complete.
+        tensors: What `collect_run_tensors` names: this rank's part of those in `run_tensors_in_parts`, else all.
         masters: Those of the training state; changed.
     """
     own = _named_parameters(module) if masters else {}
@@ -310,7 +310,7 @@ def _flats_of_stages_1_and_2(zero: Any) -> _Flats:
             shape = tuple(parameter.shape)
 
             def part_of(flat: torch.Tensor, shape: Sequence[int] = shape, layout: FlatLayout = layout) -> FlatTensor:
-                return FlatTensor.within(flat, shape, layout)
+                return FlatTensor.within(flat, shape, layout, dist.get_rank())
 
             places.append(_Place(parameter, number, part_of))
     masters = list(zero.single_partition_of_fp32_groups)
