@@ -168,7 +168,8 @@ def save_llama(rank: int, place: Path) -> None:
         write_truth(place / "llama", truth)
     dist.barrier()
     # Accelerate's way: the first rank has gathered everything, and the others have nothing to add.
-    engine.module.save_pretrained(place / "given", is_main_process=rank == 0, state_dict=None if rank else truth)
+    with hfshard.install(quiet=True):
+        engine.module.save_pretrained(place / "given", is_main_process=rank == 0, state_dict=None if rank else truth)
 
 
 def save_large(rank: int, place: Path) -> None:
