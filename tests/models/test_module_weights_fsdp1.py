@@ -54,8 +54,11 @@ def save_transformers(rank: int, place: Path) -> None:
     model: Any = wrapped("parts", inner)
     hfshard.save_model(model, place / "verb", rank == 0)
     hfshard.save_model(model.module, place / "inner", rank == 0)
+    hfshard.install()
+    model.save_pretrained(place / "installed", is_main_process=rank == 0)
+    hfshard.uninstall()
     if rank == 0:
-        for way in ("verb", "inner"):
+        for way in ("verb", "inner", "installed"):
             stock, info = kind.from_pretrained(place / way, output_loading_info=True)
             assert not info["missing_keys"]
             assert not info["unexpected_keys"]

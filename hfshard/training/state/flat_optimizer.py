@@ -85,7 +85,7 @@ def _named(
 
 def _slots(held: Any, variable: torch.Tensor, member: FlatMember, offset: int, component: str) -> dict[str, Any]:
     """Return a parameter's state, in which parts stand for the tensors of the size of what the optimizer trains."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in held.items():
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and not isinstance(value, FlatTensor) and value.dim() and value.shape == variable.shape:
