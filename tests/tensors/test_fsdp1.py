@@ -55,7 +55,7 @@ def refuse(rank: int) -> None:
     image = nn.Conv2d(2, 3, 2)
     image.weight.data = image.weight.data.contiguous(memory_format=torch.channels_last)
     with pytest.raises(UnstorableTensorError, match=r"Cannot read '0\.weight': .* in another order"):
-        flat_members(wrapped("parts", image))
+        flat_members(wrapped("parts", nn.Sequential(image)))
     layer = nn.Linear(4, 2)
     wrapped("parts", layer)
     with pytest.raises(UnstorableTensorError, match="that wrapper does not exist any more"):
