@@ -205,8 +205,10 @@ def _slots(base: Optimizer, flat: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def _part_of_slot(name: str, slot: str, value: Any, flat: torch.Tensor, place: _Place) -> Any:
-    if not torch.is_tensor(value) or value.dim() == 0:
+    if not torch.is_tensor(value):
         return value
+    if value.dim() == 0:
+        return value.detach().clone()  # one of the flat tensor is one of each parameter in it
     if value.shape != flat.shape:
         raise InvalidArgumentError(
             f"Cannot save or restore a run with '{name}': its {slot!r} has the shape {list(value.shape)} for "
