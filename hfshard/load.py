@@ -32,6 +32,7 @@ from hfshard.shards.read_tensors import ReadMode
 from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
 from hfshard.tensors.parameter_names import KeySelection
+from hfshard.tensors.zero3 import refresh_masters
 
 _QUERY_ARGUMENTS: Final = frozenset(
     ("variant", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "local_files_only")
@@ -262,7 +263,9 @@ def load_model(
 def _load_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
     if has_spread_state(model):
         return load_into_spread_module(model, source, options)
-    return use_checkpoint(source, options, partial(load_opened, model, options=options))
+    info = use_checkpoint(source, options, partial(load_opened, model, options=options))
+    refresh_masters(model)
+    return info
 
 
 def _files_of(keys: KeySelection | None, like: Mapping[str, torch.Tensor] | None) -> FilesOf | None:

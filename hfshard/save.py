@@ -130,7 +130,7 @@ def save_model(
 
     If the model is wrapped (DataParallel, DistributedDataParallel, torch.compile), the inner model is saved.
 
-    A model that is spread over ranks (FSDP2, tensor parallelism, DeepSpeed ZeRO-3) is saved like a state dict of
+    A model that is spread over ranks (FSDP, tensor parallelism, DeepSpeed ZeRO-3) is saved like a state dict of
     DTensors: every rank must call. So are the stages of a pipeline. Pass `collective=True` for your own stages, with
     plain tensors under different names, since nothing shows that they belong together. Otherwise, all ranks must call
     at the same time: one that calls a second later makes a separate save.

@@ -46,7 +46,6 @@ from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_plan import Packing
 from hfshard.shards.write_shards import WriteJob, blank_header, digest_shard, writer_threads
 from hfshard.stores.store import Store
-from hfshard.tensors.state_dict import reject_partitioned
 from hfshard.tensors.stored_tensor import (
     RawTensor,
     TensorLayout,
@@ -56,6 +55,7 @@ from hfshard.tensors.stored_tensor import (
     tensor_nbytes,
     unsupported_layout_reason,
 )
+from hfshard.tensors.zero3 import reject_partitioned
 
 _SHOWN: Final = 5
 """The number of names that a message lists."""

@@ -29,7 +29,6 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.disk.fsops import is_networked
 from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads, stored_tensors, with_local
 from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
-from hfshard.distributed.spread_tensor import partition_of
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import sha256_of
@@ -42,20 +41,20 @@ from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
-    PartitionedParameter,
     assign,
     collect_state_dict,
+    has_parts,
     has_spread,
     is_dtensor,
-    is_loaded_by_ranks,
     is_sharded_tensor,
+    is_spread_tensor,
     local_tensor,
-    partitioned_parameters,
+    parts_of_parameters,
     reject_freed,
-    reject_partitioned,
 )
 from hfshard.tensors.stored_tensor import is_torch_tensor_type
 from hfshard.tensors.tied import find_shared_tensors
+from hfshard.tensors.zero3 import reject_partitioned
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -173,7 +172,7 @@ def has_spread_state(model: nn.Module) -> bool:
     Raises:
         InvalidArgumentError: Its state dict has ShardedTensors.
     """
-    if is_loaded_by_ranks(model):
+    if has_parts(model):
         return True
     if "torch.distributed.tensor" not in sys.modules:
         return False
@@ -253,11 +252,9 @@ def _fill(
     model_state = collect_state_dict(model, "load")
     reject_freed(model_state)
     by_modules = _loaded_by_modules(model, model_state)
-    in_place = {
-        name
-        for name, own in model_state.items()
-        if isinstance(own, PartitionedParameter) or (name not in by_modules and _has_own_memory(own))
-    }
+    in_place = {name for name, own in model_state.items() if name not in by_modules and _has_own_memory(own)}
+    parts = parts_of_parameters(model, "load")
+    filled = []
     tied = find_shared_tensors(model_state)
     targets = _Targets(checkpoint, options, device_of_meshes(model_state.values()))
     found: dict[str, torch.Tensor] = {}
@@ -272,18 +269,17 @@ def _fill(
         key = kept if kept in tensors and (kept in in_place) == (name in in_place) else name
         if key not in found:
             stored = stored_names[id(tensor)]
-            if isinstance(own, PartitionedParameter):
-                continue
             if name in in_place:
                 found[key] = targets.add_own(stored, own)
+                if name in parts:
+                    filled.append(parts[name])
+                if name in parts and parts[name].is_whole:
+                    targets.add_own(stored, parts[name].target)
             else:
                 dtype = own.dtype if getattr(own, "is_meta", False) else tensor.dtype
                 found[key] = targets.add_new(stored, own, dtype, tensor.shape)
         if name not in in_place:
             fresh[name] = found[key]
-    parts = _partitions_to_fill(model, tensors)
-    for name, part in parts.items():
-        targets.add_part(stored_names.get(id(tensors[name]), name), part)
     read = targets.prepare_reads()
     confirm_same(ranks, checkpoint)
     try:
@@ -291,20 +287,9 @@ def _fill(
     except HfshardError as error:
         error.add_note("The module is half loaded: load it again before it is used.")
         raise
-    for part in parts.values():
+    for part in filled:
         part.take_loaded()
     assign(model, fresh, runs_hooks=True)
-
-
-def _partitions_to_fill(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, PartitionedParameter]:
-    """Return ZeRO-3's parts of the parameters that a load fills, one for all names of a tied parameter.
-
-    A rank has its part even of a parameter of which every rank has all.
-    """
-    wrapped = wrapped_prefixes(model)
-    named = {without_wrappers(name, wrapped): one for name, one in partitioned_parameters(model, "load").items()}
-    first = {id(one.parameter): name for name, one in reversed(named.items()) if name in tensors}
-    return {name: named[name] for name in first.values()}
 
 
 def _loaded_by_modules(model: nn.Module, names: Collection[str]) -> set[str]:
@@ -332,7 +317,7 @@ def _loads_by_itself(module: nn.Module) -> bool:
 
 def _has_own_memory(value: Any) -> bool:
     """Return whether it is a tensor with memory that can be read into, and not another library's wrapper."""
-    part = local_tensor(value) if is_dtensor(value) else value
+    part = local_tensor(value) if is_spread_tensor(value) else value
     return is_torch_tensor_type(part) and not part.is_meta
 
 
@@ -360,10 +345,6 @@ class _Targets:
         self._wanted.append((stored, own))
         return own
 
-    def add_part(self, stored: str, own: PartitionedParameter) -> None:
-        """Let this rank's part of a stored tensor be read into that of a parameter."""
-        self._wanted.append((stored, partition_of(own, own.target, stored)))
-
     def add_new(self, stored: str, own: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Create a tensor like another one: with the same spread over ranks, and on the same device.
 
@@ -373,8 +354,8 @@ class _Targets:
             dtype: Of the new one.
             shape: For a value that is not a tensor.
         """
-        if is_dtensor(own) or is_torch_tensor_type(own):
-            part = local_tensor(own) if is_dtensor(own) else own
+        if is_spread_tensor(own) or is_torch_tensor_type(own):
+            part = local_tensor(own) if is_spread_tensor(own) else own
             home = _mesh_device(own) if is_dtensor(own) else self._device
             device = home if part.is_meta else part.device
             mapped = self._mapper.map_like(stored, own, dtype, device)

@@ -44,7 +44,8 @@ from hfshard.shards.ranged_shard import (
 )
 from hfshard.shards.read_tensors import ReadMode, mode_of, start_read_ahead
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.tensors.state_dict import is_dtensor, local_tensor
+from hfshard.tensors.flat_tensor import FlatTensor
+from hfshard.tensors.state_dict import is_dtensor, is_spread_tensor, local_tensor
 from hfshard.tensors.stored_tensor import (
     INTEGER_OF_SIZE,
     allocate_pages,
@@ -191,6 +192,8 @@ class PartMapper:
 
 def with_local(like: Any, part: torch.Tensor) -> torch.Tensor:
     """Return a DTensor like another one that has this local tensor; or the local tensor, if the other one is plain."""
+    if isinstance(like, FlatTensor):
+        return like.with_local(part)
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -232,7 +235,7 @@ class _Finder:
             part = PartToRead(source, shape, target.box, target.tensor.detach())
             _check_target(name, part)
             return part
-        whole = _spread(target, name) if is_dtensor(target) else target
+        whole = _spread(target, name) if is_spread_tensor(target) else target
         if isinstance(whole, SpreadTensor):
             part = PartToRead(source, whole.stored_sizes, whole.stored_box, whole.part().detach())
         else:
@@ -285,7 +288,7 @@ class _Finder:
         )
 
 
-def _spread(target: DTensor, name: str) -> SpreadTensor:
+def _spread(target: DTensor | FlatTensor, name: str) -> SpreadTensor:
     """Describe a DTensor; it must be one that could also be stored."""
     try:
         return SpreadTensor.of(target, name)

@@ -27,13 +27,8 @@ from hfshard.distributed.layout import (
     single_run,
 )
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.state_dict import (
-    PartitionedParameter,
-    PartOfTensor,
-    is_dtensor,
-    local_tensor,
-    reject_sharded_tensors,
-)
+from hfshard.tensors.flat_tensor import FlatTensor, PartOfTensor
+from hfshard.tensors.state_dict import is_spread_tensor, local_tensor, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
@@ -63,11 +58,11 @@ class SpreadTensor(PartOfTensor):
     local: torch.Tensor
     """This rank's part of the source, on its device; it shares the model's memory."""
     is_own: bool = False
-    """True if `local` has only what is stored, in memory of its own; see `with_part`."""
+    """True if `local` has only what is stored: of a flat source, or in memory of its own; see `with_part`."""
 
     @classmethod
-    def of(cls, tensor: DTensor, name: str) -> Self:
-        """Describe a DTensor, without contacting another rank.
+    def of(cls, tensor: DTensor | FlatTensor, name: str) -> Self:
+        """Describe a DTensor or a `FlatTensor`, without contacting another rank.
 
         Args:
             tensor: On any device.
@@ -77,6 +72,14 @@ class SpreadTensor(PartOfTensor):
             UnstorableTensorError: Its placements or its local tensor cannot be stored.
         """
         shape = tuple(tensor.shape)
+        if isinstance(tensor, FlatTensor):
+            flat = tensor.flat
+            mesh = MeshLayout((len(flat.ranks),), flat.ranks, (Placement(0 if flat.is_cut else None),))
+            place = dict(mesh.coordinates()).get(dist.get_rank())
+            window = ((flat.first, flat.first + prod(shape)),)
+            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_own=True)
+            part._check(name)
+            return part
         mesh = mesh_layout_of(tensor, name)
         coordinate = tensor.device_mesh.get_coordinate()
         spread = cls(
@@ -142,7 +145,11 @@ class SpreadTensor(PartOfTensor):
                 "has an interval of its elements. Save with save_original_format=False."
             )
         first = self.window[0][0] if self.window else 0
-        return replace(self, shape=shape, window=((first + run[0], first + run[1]),))
+        interval = first + run[0], first + run[1]
+        local = self.local
+        if self.is_own and self.coordinate is not None:
+            local = local[local_slices(self.stored_box, (run,))]
+        return replace(self, shape=shape, window=(interval,), local=local)
 
     @property
     def stored_box(self) -> Box:
@@ -161,14 +168,6 @@ class SpreadTensor(PartOfTensor):
         if self.coordinate is None and not self.source_shape:
             return (1,)
         return window_sizes(self.source_shape, self.window)
-
-    def numel(self) -> int:
-        """Return the number of elements of what is stored."""
-        return prod(self.shape)
-
-    def element_size(self) -> int:
-        """Return the bytes of an element."""
-        return self.dtype.itemsize
 
     def runs(self) -> Runs:
         """Compute the positions of this rank's bytes among those that are stored."""
@@ -212,7 +211,7 @@ def window_sizes(source_shape: tuple[int, ...], window: Sequence[Interval] | Non
 
 
 def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with a `SpreadTensor` for each DTensor and `PartitionedParameter`; the other values stay.
+    """Return a copy with a `SpreadTensor` for each DTensor and `FlatTensor`; the other values stay.
 
     Args:
         tensors: Not changed.
@@ -221,25 +220,7 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
         UnstorableTensorError: One cannot be stored. No other rank was contacted.
     """
     reject_sharded_tensors(tensors)
-    return {name: _spread(value, name) for name, value in tensors.items()}
-
-
-def _spread(value: Any, name: str) -> Any:
-    if isinstance(value, PartitionedParameter):
-        return partition_of(value, value.local, name)
-    return SpreadTensor.of(value, name) if is_dtensor(value) else value
-
-
-def partition_of(parameter: PartitionedParameter, part: torch.Tensor, name: str) -> SpreadTensor:
-    """Describe a tensor that is cut as a parameter is: the parameter itself, or the optimizer's for it.
-
-    Args:
-        parameter: Of DeepSpeed.
-        part: This rank's interval.
-        name: For errors.
-    """
-    mesh = MeshLayout((len(parameter.ranks),), parameter.ranks, (Placement(0),))
-    return SpreadTensor.of_flat(part, name, parameter.shape, mesh)
+    return {name: SpreadTensor.of(value, name) if is_spread_tensor(value) else value for name, value in tensors.items()}
 
 
 # A box's bytes in the full tensor: contiguous runs, found for a range of bytes at a time.

@@ -23,14 +23,14 @@ from hfshard.models.rank_parts import build_meta_model, is_pipeline_stage, store
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
 from hfshard.tensors.state_dict import (
     collect_state_dict,
+    count_parameters,
+    has_parts,
     has_spread,
-    is_partitioned,
-    reject_partitioned,
     reject_sharded_tensors,
-    with_partitioned,
 )
 from hfshard.tensors.stored_tensor import is_torch_tensor_type, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors
+from hfshard.tensors.zero3 import reject_partitioned, with_partitioned
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,8 @@ def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tup
 
 
 def _parameters_of(model: PreTrainedModel) -> int:
-    """Return a model's parameter count, also if DeepSpeed has partitioned it: then transformers would miscount."""
-    if not any(map(is_partitioned, model.parameters())):
-        return model.num_parameters()
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
+    """Return a model's parameter count, also if ranks have parts of it: then transformers would miscount."""
+    return count_parameters(model) if has_parts(model) else model.num_parameters()
 
 
 def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:

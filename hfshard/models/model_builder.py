@@ -39,8 +39,8 @@ from hfshard.tensors.parameter_names import (
     strip_compiled,
     strip_wrappers,
 )
-from hfshard.tensors.state_dict import reject_partitioned
 from hfshard.tensors.tied import Place, share_tensor
+from hfshard.tensors.zero3 import reject_partitioned
 
 building_lock: Final = LendingLock()
 """transformers builds models under process-wide settings (default dtype, no ties): two threads that load at once

@@ -19,8 +19,9 @@ from hfshard.format.index import CheckpointIndex
 from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
-from hfshard.tensors.state_dict import has_partitioned, has_spread, reject_sharded_tensors
+from hfshard.tensors.state_dict import has_parts, has_spread, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
+from hfshard.tensors.zero3 import has_partitioned
 
 
 @wraps_os_errors("place")
@@ -51,7 +52,7 @@ def save_module(
     is_part = partial(is_spread, model, state_dict)
     if not is_main_process and has_partitioned(model):
         is_part = partial(has_spread, state_dict or {})
-    elif not (is_main_process or options.is_collective):
+    elif not (is_main_process or options.is_collective or has_parts(model)):
         tensors = model.state_dict() if state_dict is None else state_dict
         reject_sharded_tensors(tensors)
         is_part = partial(has_spread, tensors)
@@ -69,7 +70,7 @@ def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> 
     """
     if state_dict is not None:
         return has_spread(state_dict)
-    if has_spread(dict(model.named_parameters())) or has_partitioned(model):
+    if has_spread(dict(model.named_parameters())) or has_parts(model):
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())

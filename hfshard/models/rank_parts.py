@@ -26,7 +26,8 @@ from hfshard.models.model_classes import alias_class, has_adapters, view_as_alia
 from hfshard.models.module_weights import is_spread
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.tensors.parameter_names import strip_compiled
-from hfshard.tensors.state_dict import has_partitioned, is_dtensor
+from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.zero3 import has_partitioned
 
 _COPIES: Final = frozenset(("contiguous", "clone", "detach"))
 """Functions that change no element and no order; the tracer returns their argument, so that a view stays a view."""

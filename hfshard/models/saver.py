@@ -45,7 +45,7 @@ from hfshard.models.save_arguments import (
 )
 from hfshard.places.place import Place, place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, needs_all_ranks
-from hfshard.tensors.state_dict import reject_partitioned
+from hfshard.tensors.zero3 import reject_partitioned
 
 
 def save_with_overrides(

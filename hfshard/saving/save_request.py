@@ -18,9 +18,10 @@ from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.format.strict_json import is_too_deep
 from hfshard.shards.shard_plan import Packing, check_packing
-from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_sharded_tensors, with_partitioned
+from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
 from hfshard.tensors.tied import find_shared_tensors
+from hfshard.tensors.zero3 import with_partitioned
 
 
 class WholeModel(NamedTuple):

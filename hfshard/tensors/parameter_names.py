@@ -124,6 +124,9 @@ def _child_of_wrapper(module: nn.Module) -> str | None:
     checkpointing = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     if checkpointing is not None and isinstance(module, checkpointing.ActivationWrapper):
         return _CHECKPOINTED
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        return "_fsdp_wrapped_module"
     return None
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hfshard.errors import HfshardError, InvalidArgumentError, UnstorableTensorError
-from hfshard.tensors.parameter_names import strip_wrappers, unwrap, without_wrappers, wrapped_prefixes
+from hfshard.errors import InvalidArgumentError, UnstorableTensorError
+from hfshard.tensors.flat_tensor import FlatTensor, PartOfParameter, PartOfTensor
+from hfshard.tensors.fsdp1 import (
+    flat_members,
+    flat_parameter_names,
+    has_flat_parameters,
+    reshard,
+    with_flat_tensors,
+    without_gathering,
+)
+from hfshard.tensors.parameter_names import unwrap, without_wrappers, wrapped_prefixes
 from hfshard.tensors.stored_tensor import check_initialized, fits_its_storage, is_torch_tensor_type
+from hfshard.tensors.zero3 import Purpose, has_partitioned, partitioned_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -26,25 +33,64 @@ def collect_state_dict(model: nn.Module, purpose: Purpose = "save") -> dict[str,
     """Collect the model's state dict without the prefixes of wrappers.
 
     Wrappers are recognized by their class, not by name: a child that is really called `module` keeps its name. The
-    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are, and those
-    that DeepSpeed has partitioned are `PartitionedParameter`s.
+    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are. Of
+    parameters under ZeRO-3 and FSDP1, a `FlatTensor` is what this rank has.
 
     Args:
         model: Not changed.
-        purpose: What the tensors are needed for.
+        purpose: What the tensors are needed for; a load fills, and a run saves, what the optimizer steps on.
 
     Raises:
         UnstorableTensorError: This rank's part of a parameter cannot be told, or a module is lazy.
         InvalidArgumentError: Such a part cannot be told, and the purpose is not "save".
     """
     model = unwrap(model)
-    parts = {name: one for name, one in partitioned_parameters(model, purpose).items() if not one.is_whole}
-    state_dict = model.state_dict()
-    state_dict.update((name, parts[name]) for name in parts.keys() & state_dict.keys())
+    tensors = {
+        name: one.tensor if purpose == "save" else one.target
+        for name, one in parts_of_parameters(model, purpose).items()
+        if not one.is_whole or (purpose == "run" and one.target is not one.tensor and not one.is_gathered)
+    }
+    with without_gathering(model):
+        state_dict = model.state_dict()
     check_initialized(state_dict)
     fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
-    return {without_wrappers(name, wrapped): value for name, value in state_dict.items()}
+    return with_flat_tensors(model, {without_wrappers(name, wrapped): one for name, one in state_dict.items()}, tensors)
+
+
+def parts_of_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[str, PartOfParameter]:
+    """Describe this rank's parts of a module's parameters, by their names without the prefixes of wrappers.
+
+    Args:
+        model: Not changed.
+        purpose: What the parts are needed for.
+
+    Returns:
+        One for all names of a tied parameter; nothing for DTensors.
+
+    Raises:
+        As `collect_state_dict`, for a part that cannot be told.
+    """
+    return {**partitioned_parameters(model, purpose), **flat_members(model)}
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Return whether ranks have parts of a module's parameters that are not DTensors: all of them must save and load.
+
+    Raises:
+        UnstorableTensorError: A part is not known.
+    """
+    return has_partitioned(model) or has_flat_parameters(model)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count the elements of a module's parameters on all ranks together."""
+    members = {id(one): one for one in flat_members(model).values()}.values()
+    flat = {id(variable) for one in members for variable in (one.variable, one.parameter)}
+    others = (one for one in model.parameters() if id(one) not in flat)
+    return sum(one.tensor.numel() for one in members) + sum(
+        int(getattr(one, "ds_numel", one.numel())) for one in others
+    )
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -60,8 +106,11 @@ def tied_parameter_names(model: nn.Module) -> list[list[str]]:
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
     model = unwrap(model)
     wrapped = wrapped_prefixes(model)
-    names: dict[int, list[str]] = {}
+    names = flat_parameter_names(model)
+    flattened = set(names)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in flattened:
+            continue
         names.setdefault(id(parameter), []).append(without_wrappers(name, wrapped))
     return names
 
@@ -96,10 +145,20 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hoo
         InvalidArgumentError: A tensor of the model has no memory, and nothing was assigned; or one that should have
             been replaced is still a meta tensor.
     """
+    with without_gathering(model):
+        _assign(model, state_dict, runs_hooks=runs_hooks)
+
+
+def _assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hooks: bool) -> None:
     model_state = model.state_dict()
     reject_freed(model_state)
+    parts = {name: one for name, one in parts_of_parameters(model, "load").items() if not one.is_gathered}
+    reshard(model)
+    for name in parts.keys() & state_dict.keys():
+        parts[name].load(state_dict[name])
     wrapped = wrapped_prefixes(model)
     short_names = {name: without_wrappers(name, wrapped) for name in model_state}
+    short_names = {name: short for name, short in short_names.items() if short not in parts}
     tensors = {name: state_dict[short] for name, short in short_names.items() if short in state_dict}
     meta = {name: tensor for name, tensor in tensors.items() if getattr(model_state[name], "is_meta", False)}
     filled = {name: tensor for name, tensor in tensors.items() if name not in meta}
@@ -272,12 +331,6 @@ def _is_meta(value: object) -> bool:
 # Detection of DTensors, of which each rank has a part, and of their predecessors, ShardedTensors.
 
 
-class PartOfTensor:
-    """A tensor to store of which this rank has a part, and which is not a DTensor; `SpreadTensor` is one."""
-
-    __slots__ = ()
-
-
 def has_spread(tensors: Mapping[str, Any]) -> bool:
     """Return whether any of the values is spread over ranks, so that all of them must call a save."""
     return any(isinstance(value, PartOfTensor) or is_dtensor(value) for value in tensors.values())
@@ -289,8 +342,15 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
+def is_spread_tensor(value: object) -> TypeGuard[DTensor | FlatTensor]:
+    """Return whether it is a torch.Tensor of which each rank has a part."""
+    return isinstance(value, FlatTensor) or is_dtensor(value)
+
+
+def local_tensor(tensor: DTensor | FlatTensor) -> torch.Tensor:
     """Return this rank's part: not a copy; empty if it has none. Wait for a collective that still fills it."""
+    if isinstance(tensor, FlatTensor):
+        return tensor.local
     with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)
@@ -316,309 +376,3 @@ def reject_sharded_tensors(tensors: Mapping[str, Any]) -> None:
             "options=StateDictOptions(full_state_dict=True)).",
             fqn=name,
         )
-
-
-# Parameters that DeepSpeed ZeRO-3 has partitioned: this process has an empty tensor in place of each, and its part
-# beside it.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartitionedParameter(PartOfTensor):
-    """A parameter of which each rank has an interval of the row-major elements, equally long on all but the last ones.
-
-    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `_partition_param`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    ranks: tuple[int, ...]
-    """The ranks that have parts, in the order of the parts."""
-    local: torch.Tensor
-    """This rank's part, of one dimension and without padding: a view of DeepSpeed's."""
-    master: torch.Tensor | None
-    """The same part of what the optimizer steps on, which DeepSpeed copies to `local`; None: nothing trains it."""
-    is_whole: bool
-    """True if every rank has all of it in the parameter, too: it is small, or gathered."""
-    parameter: Any
-
-    @property
-    def is_gathered(self) -> bool:
-        """True within a block of `GatheredParameters`, which may change it."""
-        return self.is_whole and not getattr(self.parameter, "ds_persist", False)
-
-    @classmethod
-    def of(cls, parameter: Any) -> PartitionedParameter:
-        """Describe a parameter, without contacting another rank."""
-        elements = int(parameter.ds_numel)
-        ranks = tuple(dist.get_process_group_ranks(parameter.ds_process_group))
-        size = -(-elements // len(ranks))
-        first = ranks.index(dist.get_rank()) * size
-        held = max(0, min(size, elements - first))
-        master = _master_of(parameter)
-        return cls(
-            tuple(parameter.ds_shape),
-            parameter.dtype,
-            ranks,
-            parameter.ds_tensor.detach().narrow(0, 0, held),
-            None if master is None else master.detach().narrow(0, 0, held),
-            not is_partitioned(parameter),
-            parameter,
-        )
-
-    def own_interval(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a complete tensor."""
-        size = -(-int(self.parameter.ds_numel) // len(self.ranks))
-        first = self.ranks.index(dist.get_rank()) * size
-        return whole.detach().reshape(-1)[first : first + self.local.numel()]
-
-    def load(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor into the parameter: the complete one, or this rank's part."""
-        is_part = tuple(tensor.shape) != self.shape
-        with torch.no_grad():
-            self.target.copy_(tensor if is_part else self.own_interval(tensor))
-            if self.is_whole:
-                self.parameter.data.copy_(tensor)
-        self.take_loaded()
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The part to load into."""
-        return self.local if self.master is None else self.master
-
-    def take_loaded(self) -> None:
-        """Copy what was loaded to where DeepSpeed reads it; forget the copies that it has gathered within a node."""
-        with torch.no_grad():
-            self.local.copy_(self.target)
-        if getattr(self.parameter, "ds_secondary_tensor", None) is not None:
-            self.parameter.ds_secondary_tensor = None
-
-
-def _master_of(parameter: Any) -> torch.Tensor | None:
-    optimizer = getattr(parameter, "_z3_optimizer", None)
-    if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
-        return None
-    found: torch.Tensor = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0]
-    return found
-
-
-def partitioned_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[str, PartitionedParameter]:
-    """Describe each parameter that ZeRO-3 has partitioned; one for all names of a tied parameter.
-
-    Args:
-        model: Not changed.
-        purpose: What the parameters are needed for.
-
-    Raises:
-        As `reject_partitioned`, for a parameter whose part on this rank cannot be told.
-    """
-    found: dict[int, PartitionedParameter] = {}
-    names: dict[str, PartitionedParameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not hasattr(parameter, "ds_id"):
-            continue
-        if not _has_ranks(parameter):
-            reject_partitioned(model, purpose)
-            continue
-        if id(parameter) not in found:
-            _reject_untold(name, parameter, purpose)
-            found[id(parameter)] = PartitionedParameter.of(parameter)
-        names[name] = found[id(parameter)]
-    return names
-
-
-def with_partitioned(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a module's state dict with a `PartitionedParameter` for each one that ZeRO-3 has partitioned.
-
-    Raises:
-        As `reject_partitioned`, for copies of partitioned parameters, and for those whose part cannot be told.
-    """
-    found = dict(tensors)
-    if "deepspeed" in sys.modules and dist.is_available() and dist.is_initialized():
-        empty = {name: value for name, value in tensors.items() if is_partitioned(value) or _is_empty(value)}
-        owners = {_storage(parameter): parameter for _, parameter in _partitioned_in_process()} if empty else {}
-        parts: dict[int, PartitionedParameter] = {}
-        for name, value in empty.items():
-            parameter = owners.get(_storage(value))
-            if parameter is not None and _has_ranks(parameter):
-                _reject_untold(name, parameter, "save")
-                if id(parameter) not in parts:
-                    parts[id(parameter)] = PartitionedParameter.of(parameter)
-                found[name] = parts[id(parameter)]
-    reject_partitioned(found)
-    return found
-
-
-def is_loaded_by_ranks(model: nn.Module) -> bool:
-    """Return whether ZeRO-3 has parts of a module on all ranks, so that they must load it together.
-
-    Inside a block of `GatheredParameters` for all of them, one rank may load it.
-    """
-    parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    is_gathered = [not (is_partitioned(one) or getattr(one, "ds_persist", False)) for one in parameters]
-    return any(map(is_partitioned, parameters)) or (any(map(_has_ranks, parameters)) and not any(is_gathered))
-
-
-def _has_ranks(parameter: Any) -> bool:
-    return hasattr(parameter, "ds_process_group") and dist.is_initialized()
-
-
-def _reject_untold(name: str, parameter: Any, purpose: Purpose) -> None:
-    """Reject a parameter of which this rank's part is not known, or not in memory."""
-    part = parameter.ds_tensor
-    ranks = dist.get_process_group_ranks(parameter.ds_process_group)
-    optimizer = getattr(parameter, "_z3_optimizer", None)
-    if getattr(part, "final_location", None) == "nvme" or getattr(optimizer, "swap_optimizer", False):
-        problem = "has moved parts of it to NVMe"
-    elif hasattr(part, "ds_quant_scale"):
-        problem = "has quantized it (zero_quantized_nontrainable_weights)"
-    elif hasattr(parameter, "comm"):
-        problem = "has partitioned it within groups of ranks (mics_shard_size)"
-    elif len(ranks) != dist.get_world_size():
-        problem = f"has partitioned it over ranks {ranks} alone"
-    elif part.numel() != -(-parameter.ds_numel // len(ranks)):
-        problem = f"has given this rank {part.numel()} of its {parameter.ds_numel} elements"
-    else:
-        return
-    kind, verb, remedy = _WORDS[purpose]
-    raise kind(f"Cannot {verb} {name!r}: DeepSpeed ZeRO-3 {problem}. {remedy}", fqn=name)
-
-
-Purpose = Literal["save", "load", "run"]
-"""Use of the parameters: a save, a load into them, or a save or restore of a training run."""
-
-RUN_REMEDY: Final = (
-    "Save and restore this run with engine.save_checkpoint(directory) and engine.load_checkpoint(directory), which "
-    "keep every rank's part; or shard the model with torch.distributed.fsdp.fully_shard, whose runs hfshard saves."
-)
-
-_WORDS: Final[dict[Purpose, tuple[type[HfshardError], str, str]]] = {
-    "save": (
-        UnstorableTensorError,
-        "save",
-        "Nothing was written. Gather the parameters on every rank during the save: with "
-        "deepspeed.zero.GatheredParameters(list(model.parameters())): hfshard.save_model(model, directory). Or pass "
-        "state_dict=accelerator.get_state_dict(model), which gathers them if the DeepSpeed config sets "
-        "stage3_gather_16bit_weights_on_model_save to true; Trainer does the same. Without hfshard, "
-        "engine.save_16bit_model(directory) saves them. ZeRO stages 1 and 2 do not partition parameters.",
-    ),
-    "load": (
-        InvalidArgumentError,
-        "load into",
-        "Nothing was loaded. Load before deepspeed.initialize() and outside of deepspeed.zero.Init(). Or gather the "
-        "parameters on every rank during the load: with deepspeed.zero.GatheredParameters(list(model.parameters()), "
-        "modifier_rank=0): hfshard.load_model(model, path); then, if there is an engine, call "
-        "engine.optimizer.refresh_fp32_params(), or its next step restores the old weights.",
-    ),
-    "run": (InvalidArgumentError, "save or restore a run with", f"Nothing was changed. {RUN_REMEDY}"),
-}
-"""Purpose -> the error, the verb, and what to do."""
-
-
-def is_partitioned(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a tensor belongs to ZeRO-3 and cannot be read now. A gathered parameter can be read.
-
-    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `ZeroParamStatus`. The flat tensors that a partitioned
-    optimizer has in place of its parameters have a `ds_id` and no `ds_status`.
-    """
-    if not isinstance(value, torch.Tensor) or not hasattr(value, "ds_id"):
-        return False
-    status = getattr(getattr(value, "ds_status", None), "name", None)
-    return status != "AVAILABLE" and getattr(value, "ds_numel", None) != 0
-
-
-def has_partitioned(model: nn.Module) -> bool:
-    """Return whether ranks of a process group have parts of a parameter."""
-    return any(is_partitioned(parameter) and _has_ranks(parameter) for parameter in model.parameters())
-
-
-def reject_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "save") -> None:
-    """Refuse a module or a state dict with parameters that ZeRO-3 has partitioned.
-
-    `state_dict()` of such a module returns empty tensors without DeepSpeed's attributes. They are recognized by the
-    memory or the name that they share with a partitioned parameter of any module in this process.
-
-    Args:
-        held: Not changed.
-        purpose: What the parameters are needed for.
-
-    Raises:
-        UnstorableTensorError: One cannot be read, and the purpose is "save".
-        InvalidArgumentError: One cannot be read, for any other purpose.
-    """
-    names = _names_in_module(held) if isinstance(held, nn.Module) else _names_in_state_dict(held)
-    if not names:
-        return
-    kind, verb, remedy = _WORDS[purpose]
-    more = len(names) - 1
-    others = f" and {more} more parameter{'' if more == 1 else 's'}" if more else ""
-    raise kind(
-        f"Cannot {verb} {names[0]!r}{others}: DeepSpeed ZeRO-3 has partitioned {'them' if more else 'it'} across the "
-        f"ranks, and this process has an empty tensor in place of {'each' if more else 'it'}. {remedy}",
-        fqn=names[0],
-    )
-
-
-def _empty_copies(tensors: Mapping[str, Any]) -> list[str]:
-    """Find the empty tensors that a state dict has in place of partitioned parameters.
-
-    One that `state_dict()` returned shares the parameter's storage. A copy of it (`.cpu()`, `.clone()`, a description
-    on the meta device) has the parameter's name, possibly with another prefix.
-    """
-    if "deepspeed" not in sys.modules:
-        return []
-    empty = {name: value for name, value in tensors.items() if _is_empty(value)}
-    if not empty:
-        return []
-    storages: set[int] = set()
-    full_names: set[str] = set()
-    for name, parameter in _partitioned_in_process():
-        full_names |= {name, strip_wrappers(name)}
-        storages.add(_storage(parameter))
-    endings = {ending for name in full_names for ending in _endings(name)}
-    return [
-        name
-        for name, tensor in empty.items()
-        if _storage(tensor) in storages or name in endings or not full_names.isdisjoint(_endings(name))
-    ]
-
-
-def _names_in_module(model: nn.Module) -> list[str]:
-    found = [name for name, parameter in model.named_parameters() if is_partitioned(parameter)]
-    wrapped = wrapped_prefixes(model) if found else set[str]()
-    return [without_wrappers(name, wrapped) for name in found]
-
-
-def _names_in_state_dict(tensors: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in tensors.items() if is_partitioned(value)] or _empty_copies(tensors)
-
-
-def _is_empty(value: Any) -> bool:
-    """Return whether a value is what DeepSpeed leaves of a partitioned parameter: a plain tensor of shape (0,)."""
-    return (
-        is_torch_tensor_type(value)
-        and not value.is_nested
-        and value.layout is torch.strided
-        and tuple(value.shape) == (0,)
-    )
-
-
-def _partitioned_in_process() -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each partitioned parameter of the process, by its name in the outermost module."""
-    if gc.get_freeze_count():
-        gc.unfreeze()  # what gc.freeze() has put aside is in no list: the empty tensors would be saved
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
-    for module in modules:
-        if id(module) not in children and "_modules" in vars(module):
-            yield from (named for named in module.named_parameters() if is_partitioned(named[1]))
-
-
-def _endings(name: str) -> Iterator[str]:
-    """Yield a dotted name, and its remainders without its first parts."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # a tensor without elements has no address

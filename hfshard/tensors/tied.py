@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.tensors.parameter_names import without_wrappers, wrapped_prefixes
-from hfshard.tensors.state_dict import PartOfTensor, is_dtensor, local_tensor
+from hfshard.tensors.state_dict import is_dtensor, local_tensor
 from hfshard.tensors.stored_tensor import check_initialized, is_torch_tensor_type
 
 Place = tuple[nn.Module, str]

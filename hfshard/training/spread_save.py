@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
 
@@ -28,6 +29,7 @@ from hfshard.format.index import FileDigest
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
+from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
@@ -55,6 +57,7 @@ from hfshard.training.state.collect_state import (
     rank_prefix,
     save_options,
 )
+from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
@@ -106,6 +109,12 @@ def save_spread(
             return _save_replicated(order, writer, write, session, own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
+        if is_pipeline and any(map(has_flat_parameters, order.state.of_kind("module").values())):
+            raise InvalidArgumentError(
+                "The ranks have different modules, and FullyShardedDataParallel (FSDP1) has flattened some. Shard the "
+                "stages of a pipeline with torch.distributed.fsdp.fully_shard."
+            )
+        order = replace(order, state=with_named_states(order.state, partial(_values_of_all, session)))
         if is_pipeline:
             order = replace(order, state=_as_stage(order.state, session, stages))
         components, of_a_rank = _share_components(order, session, stages) if is_pipeline else (None, own.objects)
@@ -131,14 +140,18 @@ def save_spread(
         return path
 
 
+def _values_of_all(session: Session, what: str, value: bytes) -> Iterable[bytes]:
+    return session.meet(f"states of {what}", value).values()
+
+
 def _find_stages(
     order: SpreadSaveArguments, writer: RunWriter, session: Session
 ) -> tuple[list[str] | None, OfEachRank]:
     """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have different parts, or save into different
-            directories; or copies of a parameter differ.
+        InvalidArgumentError: Gradients of FSDP1 would be saved; or the ranks have different parts, or save into
+            different directories; or copies of a parameter differ.
     """
     is_spread = is_spread_state(order.state)
     replicas = Replicas.of(order.state)

@@ -263,17 +263,13 @@ def load_like(rank: int, saved: Path) -> None:
 
 
 def load_by_fsdp1(rank: int, saved: Path) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     with warnings.catch_warnings(action="ignore"):  # FSDP1 is deprecated
         model = FullyShardedDataParallel(Tiny(), device_id=torch.device("cpu"), use_orig_params=True)
         hfshard.load_model(model, saved)
         with FullyShardedDataParallel.summon_full_params(model):
             assert torch.equal(dict(model.module.named_parameters())["up.weight"], saved_model().up.weight)
-
-        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-        with pytest.raises(InvalidArgumentError, match=r"is a ShardedTensor of FSDP1.*set_state_dict_type\(model,"):
-            hfshard.load_model(model, saved)
 
 
 def load_in_many_ways(rank: int, saved: Path, place: Path) -> None:

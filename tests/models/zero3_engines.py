@@ -19,7 +19,7 @@ from tests.distributed.test_save_on_ranks_costs import number_in
 from tests.flows.resume_trainings import as_launched
 from tests.foreign.producers.models import build, losses
 from tests.foreign.producers.truth import assert_same, read_truth, write_truth
-from tests.foreign.producers.zero import train_zero, zero_engine
+from tests.foreign.producers.zero import reordered_masters, train_zero, zero_engine
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {"stage3_param_persistence_threshold": 0}),
@@ -65,6 +65,13 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     """Gather what the optimizer steps on."""
     from deepspeed.utils import safe_get_full_fp32_param
 
+    if engine.zero_round_robin_gradients():  # which DeepSpeed's function does not know
+        reordered = reordered_masters(engine)
+        return {
+            name: reordered[id(one)].view(one.shape)
+            for name, one in engine.module.named_parameters()
+            if one.requires_grad
+        }
     trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
     shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained}
     return {name: safe_get_full_fp32_param(one).view(shapes[name]).clone() for name, one in trained}
@@ -95,6 +102,7 @@ def check_all(rank: int, place: Path) -> None:
         save_all(rank, place)
         load_all(rank, place)
         refuse_all(rank, place)
+        load_into_stage_2(rank, place)
         if dist.get_world_size() == 2:
             save_llama(rank, place)
             save_large(rank, place)
@@ -102,6 +110,8 @@ def check_all(rank: int, place: Path) -> None:
 
 def refuse_all(rank: int, place: Path) -> None:
     """Refuse, by name and before a file is written, what cannot be told from the parts."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
     engine = engine_of(rank, "bf16")
     weight = engine.module.up.weight
     for attribute, value, owner, words in (
@@ -116,7 +126,13 @@ def refuse_all(rank: int, place: Path) -> None:
             hfshard.save_model(engine.module, place / "refused")
         with pytest.raises(InvalidArgumentError, match=f"Cannot load into 'up.weight': DeepSpeed ZeRO-3 .*{words}"):
             hfshard.load_model(engine.module, place / "other" / "saved")
-        setattr(owner, attribute, before) if attribute in ("final_location", "ds_numel") else delattr(owner, attribute)
+        if attribute == "comm":
+            with GatheredParameters([weight]):
+                hfshard.save_state_dict({"weight": weight}, place / "gathered")
+        if attribute in ("final_location", "ds_numel"):
+            setattr(owner, attribute, before)
+        else:
+            delattr(owner, attribute)
     assert not (place / "refused").exists()
 
 
@@ -140,7 +156,7 @@ def save_llama(rank: int, place: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
-    sizes = {"hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2, "vocab_size": 9}
+    sizes: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2, "vocab_size": 9}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
     engine = zero_engine(model, 3, "bf16", {"stage3_param_persistence_threshold": 12})
     truth = gathered(engine)
@@ -152,7 +168,8 @@ def save_llama(rank: int, place: Path) -> None:
         write_truth(place / "llama", truth)
     dist.barrier()
     # Accelerate's way: the first rank has gathered everything, and the others have nothing to add.
-    engine.module.save_pretrained(place / "given", is_main_process=rank == 0, state_dict=None if rank else truth)
+    with hfshard.install(quiet=True):
+        engine.module.save_pretrained(place / "given", is_main_process=rank == 0, state_dict=None if rank else truth)
 
 
 def save_large(rank: int, place: Path) -> None:
@@ -201,6 +218,20 @@ def load_all(rank: int, place: Path) -> None:
         stepped = gathered(engine)
         assert not stepped["up.weight"].equal(expected["up.weight"].to(stepped["up.weight"].dtype))
         assert (stepped["up.weight"].float() - expected["up.weight"]).abs().max() < 0.1
+
+
+def load_into_stage_2(rank: int, place: Path) -> None:
+    """Load into an engine that partitions its masters alone; they follow."""
+    engine = train_zero(rank, build("nasty"), 2, "bf16", {})
+    before = gathered(engine)
+    weights = read_truth(place / "other")
+
+    hfshard.load_model(engine, place / "other" / "saved")
+
+    expected = _cast({**weights, "head.weight": weights["embed.weight"]}, before)
+    assert_same(gathered(engine), expected)
+    found = masters(engine)
+    assert_same(found, {name: expected[name].float() for name in found})
 
 
 def _cast(tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

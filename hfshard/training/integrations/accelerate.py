@@ -247,7 +247,7 @@ def _check_supported(accelerator: Accelerator) -> None:
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise InvalidArgumentError(
-            "This Accelerator uses FSDP1, whose flat parameters have no names and shapes of their own. Use FSDP2: "
+            "This Accelerator uses FSDP1, whose gradients between micro-batches have no names and shapes. Use FSDP2: "
             "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))."
         )
 

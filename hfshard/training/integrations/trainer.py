@@ -677,7 +677,7 @@ def _check_processes(trainer: Trainer) -> None:
         )
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise InvalidArgumentError(
-            "This Trainer uses FSDP1, whose flat parameters have no names and shapes of their own. Use FSDP2: "
+            "This Trainer uses FSDP1, whose gradients between micro-batches have no names and shapes. Use FSDP2: "
             'TrainingArguments(fsdp=True, fsdp_config={"version": 2}).'
         )
     dispatches = trainer.accelerator.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset)

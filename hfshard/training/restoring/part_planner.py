@@ -17,7 +17,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
 from hfshard.distributed.rendezvous import Session
-from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
@@ -28,6 +27,7 @@ from hfshard.tensors.state_dict import (
 )
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import stage_digest
+from hfshard.training.state.flat_optimizer import local_states
 from hfshard.training.state.optimizer import (
     group_names,
     link_inner_optimizers,
@@ -166,6 +166,7 @@ class PartPlanner:
             reject_sharded_state(part, name)
             value = regroup(value, group_names(part, self.parameter_names, name), name, self.directory)
             self.saved[name]["state"] = {**self.saved[name]["state"], "groups": value["groups"]}
+            value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
@@ -450,7 +451,7 @@ def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> li
     found: list[str] = []
     for key, tensor in tensors.items():
         current = own.get(key)
-        if not (isinstance(current, torch.Tensor | SpreadTensor) and isinstance(tensor, torch.Tensor | SpreadTensor)):
+        if not (isinstance(current, torch.Tensor) and isinstance(tensor, torch.Tensor)):
             continue
         if current.dtype != tensor.dtype:
             found.append(f"{key} was {tensor.dtype}, and is {current.dtype}")

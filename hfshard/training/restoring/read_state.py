@@ -13,18 +13,19 @@ from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.distributed.read_parts import read_parts, stored_tensors
-from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import UnstorableTensorError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.flat_tensor import FlatTensor
+from hfshard.tensors.state_dict import is_dtensor, is_spread_tensor
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
+from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.training_state import TrainingState, is_spread_state
-from hfshard.training.state.zero_runs import collect_run_tensors, empty_part, spread_parameters, whole_names
+from hfshard.training.state.zero_runs import run_tensors_in_parts, spread_parameters
 
 
 class ReadPart(Protocol):
@@ -87,7 +88,7 @@ class StateLayouts:
         self._state = state
         self._names = state.parameter_names()
 
-    def empty(self, base: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    def empty(self, base: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Create the target into which this rank's part of a stored tensor is read; None if it is read in full.
 
         A tensor that the state has gets its layout there. One of an optimizer that has not run yet gets the parameter's
@@ -102,43 +103,36 @@ class StateLayouts:
         """
         live = self._live[base].get(name)
         if live is not None and tuple(live.shape) == shape:
-            if isinstance(live, SpreadTensor):
-                return empty_part(live, dtype)
-            return _empty_like(live, dtype) if is_dtensor(live) else None
+            return _empty_like(live, dtype) if is_spread_tensor(live) else None
         parameter = self._parameter_of(base, name)
         if parameter is None:
             return None
-        is_count = not shape and (len(parameter.shape) > 0 or name.endswith(f"/{_PLAIN_SLOT}"))
-        if isinstance(parameter, SpreadTensor):
-            return empty_part(parameter, dtype) if parameter.shape == shape else None
+        is_count = not shape and (parameter.dim() > 0 or name.endswith(f"/{_PLAIN_SLOT}"))
         if tuple(parameter.shape) == shape and not is_count:
             return _empty_like(parameter, dtype)
-        return None if is_count or base == STATE_BASE else _empty_everywhere(parameter, shape, dtype)
+        is_whole = is_count or base == STATE_BASE or isinstance(parameter, FlatTensor)
+        return None if is_whole else _empty_everywhere(parameter, shape, dtype)
 
     @cached_property
-    def _parameters(self) -> dict[str, Any]:
+    def _parameters(self) -> dict[str, torch.Tensor]:
         """The spread parameters, by name."""
         modules = self._state.of_kind("module").values()
         parameters = chain.from_iterable(module.parameters() for module in modules)
-        found: dict[str, Any] = {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
+        found: dict[str, torch.Tensor] = {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
         for module in modules:
             parts = {**self._state.masters, **spread_parameters(module)}
             found |= {self._names[key]: one for key, one in parts.items() if key in self._names}
         return found
 
     @cached_property
-    def _live(self) -> Mapping[str, dict[str, Any]]:
+    def _live(self) -> Mapping[str, dict[str, torch.Tensor]]:
         """The tensors that the state has, by set and name."""
-        found: dict[str, dict[str, Any]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
-        for name, part in self._state.components.items():
+        found: dict[str, dict[str, torch.Tensor]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
+        for name, part in with_named_states(self._state).components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
-                whole = whole_names(part, self._state.masters)
-                found[MODEL_BASE] = {
-                    key: one
-                    for key, one in collect_run_tensors(part, self._state.masters).items()
-                    if isinstance(one, torch.Tensor | SpreadTensor) and key not in whole
-                }
+                own = run_tensors_in_parts(part, self._state.masters)
+                found[MODEL_BASE] = {key: one for key, one in own.items() if isinstance(one, torch.Tensor)}
             elif kind == "optimizer":
                 base, prefix = ("optimizer", "") if name == "optimizer" else (STATE_BASE, f"{name}/")
                 encode_optimizer(part, self._names, name, found[base], prefix)
@@ -150,12 +144,12 @@ class StateLayouts:
         own: dict[str, torch.Tensor] = {}
         try:
             is_module = isinstance(part, torch.nn.Module)
-            encode(collect_run_tensors(part, self._state.masters) if is_module else part.state_dict(), name, own)
+            encode(run_tensors_in_parts(part, self._state.masters) if is_module else part.state_dict(), name, own)
         except UnstorableTensorError:
             return  # an object that cannot be saved now may be restored
         tensors |= own
 
-    def _parameter_of(self, base: str, name: str) -> Any:
+    def _parameter_of(self, base: str, name: str) -> torch.Tensor | None:
         """Find the spread parameter that a tensor of an optimizer, or of another object, belongs to."""
         words = name.split("/")
         if base == STATE_BASE:
@@ -202,7 +196,7 @@ def read_local_parts(
     Returns:
         Name -> a DTensor that has this rank's part, or the full tensor if the state has it in full.
     """
-    targets: dict[str, Any] = {}
+    targets: dict[str, torch.Tensor] = {}
     whole: list[str] = []
     tied_names = checkpoint.index.tied_names
     described = stored_tensors(checkpoint)

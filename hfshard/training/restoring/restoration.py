@@ -32,6 +32,7 @@ from hfshard.training.restoring.part_planner import (
 from hfshard.training.restoring.read_state import ReadPart, part_reader
 from hfshard.training.run.manifest import TRAINING_STATE, CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
+from hfshard.training.state.flat_optimizer import with_flat_groups
 from hfshard.training.state.nested import decode, tensor_names
 from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state
 from hfshard.training.state.training_state import TrainingState
@@ -75,7 +76,7 @@ def plan_restoration(
     saved_ranks = saved_state["ranks"]
     own = saved_ranks[session.position if session.position < len(saved_ranks) else 0]
     components = {**saved_state["components"], **own["components"]}
-    saved = {name: entry for name, entry in components.items() if name not in without}
+    saved = with_flat_groups(state, {name: entry for name, entry in components.items() if name not in without})
     match_gradient_kind(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else session.world_size)
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     if restoration.lacking:

@@ -17,9 +17,10 @@ from hfshard.models.model_kinds import is_pretrained, request_from_model
 from hfshard.models.module_weights import whole_tensors
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.tensors.parameter_names import unwrap
-from hfshard.tensors.state_dict import PartOfTensor, collect_state_dict, is_loaded_by_ranks, parameter_names
+from hfshard.tensors.state_dict import collect_state_dict, has_parts, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
 from hfshard.training.state.adapter import ADAPTER_BASE, adapter_request
+from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer, reject_unsaved
 from hfshard.training.state.rng import rng_state
@@ -156,6 +157,7 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     found = Components({}, {}, {}, state.masters)
+    state = with_named_states(state)
     names = state.parameter_names()
     for name, kind in state.kinds.items():
         if kind != "loader" and name not in left_out:
@@ -236,9 +238,9 @@ def _model_request(model: torch.nn.Module, options: SaveOptions, masters: Master
     # Under the model's own names, not those of the original checkpoint: transformers loads both, and a resume finds
     # each tensor where it was.
     own = None
-    if not is_pretrained(unwrap(model)) or masters or is_loaded_by_ranks(model):
+    if not is_pretrained(unwrap(model)) or masters or has_parts(model):
         tensors = collect_run_tensors(model, masters)
-        own = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor | PartOfTensor)}
+        own = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     request = request_from_model(model, own, options)
     return replace(request, separate_names=_frozen(model, request))
 
@@ -255,4 +257,4 @@ def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
 
 def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a module's `get_extra_state` returned that is not a tensor."""
-    return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor | PartOfTensor)}
+    return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}

@@ -9,13 +9,12 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.pickles.plain_values import NOT_STORED, NotStored
-from hfshard.tensors.state_dict import PartOfTensor
 from hfshard.training.state.step import RestoredStep
 
 _MAX_DEPTH: Final = 40
@@ -84,7 +83,7 @@ class _Encoder:
             raise _refused(value, path, f"contains itself, or is nested deeper than {_MAX_DEPTH} levels")
         if value is None or isinstance(value, bool):
             return value
-        if isinstance(value, torch.Tensor | PartOfTensor):
+        if isinstance(value, torch.Tensor):
             return self.tensor(value, path)
         for types, method in _METHODS:
             if type(value) in types:  # a subclass (a named tuple, an enum, numpy's float64) is more than its base
@@ -159,13 +158,10 @@ class _Encoder:
     def span(self, value: range | slice, path: str, depth: int) -> Any:
         return _typed(type(value).__name__, items=self.items((value.start, value.stop, value.step), path, depth))
 
-    def tensor(self, value: torch.Tensor | PartOfTensor, path: str) -> Any:
+    def tensor(self, value: torch.Tensor, path: str) -> Any:
         name, number = path, 2
         while name in self.tensors:  # keys such as 1 and "1"
             name, number = f"{path}~{number}", number + 1
-        if isinstance(value, PartOfTensor):
-            self.tensors[name] = cast(torch.Tensor, value)  # its bytes are collected as those of one
-            return _typed("tensor", name=name)
         self.tensors[name] = value.detach()
         order = _order(value)
         return _typed("tensor", name=name) if order is None else _typed("tensor", name=name, order=order)

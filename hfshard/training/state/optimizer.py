@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.training.state.nested import encode
 from hfshard.training.state.pending_loads import PendingLoad, check_class, check_options
 from hfshard.training.state.reordering import (
@@ -195,6 +196,21 @@ def regroup(saved: dict[str, Any], built: Sequence[Sequence[str]], component: st
             )
     groups = [{**before[own[0]], "params": list(own)} for own in built if own]
     return {**saved, "groups": groups}
+
+
+def with_groups(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Optimizer:
+    """Return a copy of an optimizer that has other parameters, in other memory than what it steps on.
+
+    Args:
+        optimizer: Not changed.
+        groups: The copy's groups.
+        state: The state of each parameter that has one.
+    """
+    named: Optimizer = object.__new__(type(optimizer))
+    vars(named).update(vars(optimizer))
+    named.param_groups = groups
+    named.state = defaultdict(dict, state)
+    return named
 
 
 def _check_form(saved: dict[str, Any]) -> None:
@@ -420,7 +436,9 @@ def exact(loaded: Any, saved: Any, now: Any = None) -> Any:
 
 def with_memory_format_of(parameter: torch.Tensor, value: Any) -> Any:
     """Give a state the memory format of its parameter: fused optimizers go through memory, not through indexes."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+    if not isinstance(value, torch.Tensor) or isinstance(value, PartOfTensor):
+        return value
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     alike = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
     return alike.copy_(value) if alike.stride() == parameter.stride() else value

@@ -15,16 +15,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.tensors.parameter_names import unwrap
+from hfshard.tensors.fsdp1 import has_flat_parameters, reshard
 from hfshard.tensors.state_dict import (
-    RUN_REMEDY,
+    has_parts,
     is_dtensor,
-    is_loaded_by_ranks,
-    is_partitioned,
     parameter_names,
-    partitioned_parameters,
+    parts_of_parameters,
     tied_parameter_names,
 )
+from hfshard.tensors.zero3 import RUN_REMEDY, is_partitioned
 from hfshard.training.data.external_loader import track
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
@@ -276,16 +275,19 @@ def is_spread_state(state: TrainingState) -> bool:
         state: Its modules under `fully_shard` are resharded; the next pass gathers them again.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1; or DeepSpeed has partitioned a part in an unknown way.
+        InvalidArgumentError: A part is the gradients of a module under FSDP1; or DeepSpeed has partitioned a part in
+            an unknown way.
     """
     _reject_deepspeed(state)
     modules = list(state.of_kind("module").values())
     for module in modules:
         _reshard(module)
+    if any(map(has_flat_parameters, modules)):
+        _reject_flat_gradients(state)
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
-    has_parts = bool(state.named_optimizers) or any(map(is_loaded_by_ranks, modules))
-    return has_parts or any(is_dtensor(tensor) for tensor in tensors)
+    is_in_parts = bool(state.named_optimizers) or any(map(has_parts, modules))
+    return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
 
 
 def _reject_deepspeed(state: TrainingState) -> None:
@@ -296,7 +298,7 @@ def _reject_deepspeed(state: TrainingState) -> None:
     """
     for name, part in state.components.items():
         if state.kinds[name] == "module":
-            partitioned_parameters(unwrap(part), "run")
+            parts_of_parameters(part, "run")
         trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
         if name not in state.named_optimizers and (is_of_deepspeed(part) or any(map(is_partitioned, chain(*trained)))):
             raise InvalidArgumentError(
@@ -305,17 +307,21 @@ def _reject_deepspeed(state: TrainingState) -> None:
             )
 
 
+def _reject_flat_gradients(state: TrainingState) -> None:
+    name = next((name for name, part in state.components.items() if isinstance(part, Gradients)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"Cannot save or restore '{name}': under FullyShardedDataParallel (FSDP1) gradients have no names and "
+            "shapes of their own. Save after optimizer.step(), without Gradients; or use fully_shard."
+        )
+
+
 def _reshard(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    for name, one in module.named_modules():
-        if isinstance(one, fsdp.FullyShardedDataParallel):
-            raise InvalidArgumentError(
-                f"{f'{name!r} of the model' if name else 'The model'} is wrapped by FullyShardedDataParallel (FSDP1), "
-                "whose flat parameters have no names and shapes of their own. Shard it with "
-                "torch.distributed.fsdp.fully_shard instead."
-            )
+    reshard(module)
+    for one in module.modules():
         if isinstance(one, fsdp.FSDPModule):
             with torch.no_grad():
                 one.reshard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hfshard.distributed.layout import MeshLayout, Placement
-from hfshard.distributed.spread_tensor import SpreadTensor, partition_of
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor, PartOfParameter
 from hfshard.tensors.parameter_names import unwrap, without_wrappers, wrapped_prefixes
-from hfshard.tensors.state_dict import (
-    RUN_REMEDY,
-    PartitionedParameter,
-    assign,
-    collect_state_dict,
-    partitioned_parameters,
-)
+from hfshard.tensors.state_dict import assign, collect_state_dict, parts_of_parameters
+from hfshard.tensors.zero3 import RUN_REMEDY, PartitionedParameter
+from hfshard.training.state.optimizer import with_groups
 from hfshard.training.state.pending_loads import PendingLoad
 
-Masters = Mapping[int, SpreadTensor]
+Masters = Mapping[int, FlatTensor]
 """Id of a parameter -> what ZeRO 1 or 2 steps on for it, if every rank has all of the parameter itself."""
 
 
@@ -37,27 +32,24 @@ def collect_run_tensors(module: nn.Module, masters: Masters) -> dict[str, Any]:
         masters: Those of the training state.
 
     Returns:
-        What `collect_state_dict` returns, with a `SpreadTensor` for each parameter that has parts on the ranks. Tied
+        What `collect_state_dict` returns, with a `FlatTensor` for each parameter that has parts on the ranks. Tied
         names share one.
     """
     found = collect_state_dict(module, "run")
-    made = dict(masters)
-    for name, part in _parts_of(module).items():
-        if not (part.is_whole and part.master is None):
-            made.setdefault(id(part.parameter), partition_of(part, part.target, name))
-    own = _named_parameters(module) if made else {}
-    return found | {name: made[id(one)] for name, one in own.items() if id(one) in made and name in found}
+    own = _named_parameters(module) if masters else {}
+    return found | {name: masters[id(one)] for name, one in own.items() if id(one) in masters and name in found}
 
 
-def whole_names(module: nn.Module, masters: Masters) -> frozenset[str]:
-    """Return the names of parameters that have parts on the ranks, while each rank needs all of them."""
+def run_tensors_in_parts(module: nn.Module, masters: Masters) -> dict[str, Any]:
+    """Do what `collect_run_tensors` does, without the parameters that have parts while each rank needs all of them."""
     whole = {name for name, part in _parts_of(module).items() if part.is_whole}
-    return frozenset(whole.union(name for name, one in _named_parameters(module).items() if id(one) in masters))
+    whole |= {name for name, one in _named_parameters(module).items() if id(one) in masters}
+    return {name: one for name, one in collect_run_tensors(module, masters).items() if name not in whole}
 
 
-def spread_parameters(module: nn.Module) -> dict[int, SpreadTensor]:
-    """Describe the parameters that have parts on the ranks, by their ids."""
-    return {id(one.parameter): partition_of(one, one.target, name) for name, one in _parts_of(module).items()}
+def spread_parameters(module: nn.Module) -> dict[int, FlatTensor]:
+    """Return this rank's parts of a module's parameters, by the ids of what its optimizer has."""
+    return {id(one.parameter): one.target for one in _parts_of(module).values()}
 
 
 def assign_run_tensors(module: nn.Module, tensors: Mapping[str, Any], masters: Masters) -> None:
@@ -65,33 +57,26 @@ def assign_run_tensors(module: nn.Module, tensors: Mapping[str, Any], masters: M
 
     Args:
         module: Unwrapped; changed.
-        tensors: By the names of `collect_run_tensors`; those of `whole_names` complete, others this rank's part.
+        tensors: What `collect_run_tensors` names: this rank's part of those in `run_tensors_in_parts`, else all.
         masters: Those of the training state; changed.
     """
-    parts = _parts_of(module)
     own = _named_parameters(module) if masters else {}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if name in parts:
-                parts[name].load(tensor.part() if isinstance(tensor, SpreadTensor) else tensor)
-            elif id(own.get(name)) in masters:
-                master = masters[id(own[name])]
-                master.part().copy_(_interval(master, tensor))
-    assign(module, {name: tensor for name, tensor in tensors.items() if name not in parts})
+    for name in own.keys() & tensors.keys():
+        if id(own[name]) in masters:
+            masters[id(own[name])].fill(tensors[name])
+    assign(module, tensors)
 
 
 def keep_parts(module: nn.Module, masters: Masters) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return (tensor, copy) of the memory that `assign_run_tensors` changes beside the parameters and buffers."""
-    held = [one for part in _parts_of(module).values() for one in (part.local, part.target, part.parameter.data)]
-    held += [masters[id(one)].part() for one in module.parameters() if id(one) in masters]
+    parts = [part for part in _parts_of(module).values() if isinstance(part, PartitionedParameter)]
+    held = [one for part in parts for one in (part.tensor.local, part.target.local, part.parameter.data)]
+    held += [masters[id(one)].local for one in module.parameters() if id(one) in masters]
     return [(one, one.clone()) for one in held]
 
 
-def _parts_of(module: nn.Module) -> dict[str, PartitionedParameter]:
-    module = unwrap(module)
-    found = partitioned_parameters(module, "run")
-    wrapped = wrapped_prefixes(module) if found else set[str]()
-    return {without_wrappers(name, wrapped): one for name, one in found.items() if not one.is_gathered}
+def _parts_of(module: nn.Module) -> dict[str, PartOfParameter]:
+    return {name: one for name, one in parts_of_parameters(module, "run").items() if not one.is_gathered}
 
 
 def _named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -99,18 +84,6 @@ def _named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     wrapped = wrapped_prefixes(module)
     named = module.named_parameters(remove_duplicate=False)
     return {without_wrappers(name, wrapped): parameter for name, parameter in named}
-
-
-def _interval(part: SpreadTensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return of a complete tensor what a rank has of a flat one."""
-    flat = whole.detach().reshape(-1)
-    intervals = part.stored_box[0]
-    return flat[slice(*intervals[0])] if intervals else flat[:0]
-
-
-def empty_part(part: SpreadTensor, dtype: torch.dtype) -> SpreadTensor:
-    """Allocate the same part of a tensor with another dtype, without its values."""
-    return part.with_part(torch.empty_like(part.part(), dtype=dtype, requires_grad=False))
 
 
 # The optimizer: DeepSpeed's has flat tensors of many parameters each, in place of these.
@@ -123,8 +96,8 @@ class _Place:
     parameter: Any
     number: int
     """Of the flat tensor."""
-    part_of: Callable[[torch.Tensor, str], SpreadTensor]
-    """Returns this rank's part, in the memory of a flat tensor; the name is for errors."""
+    part_of: Callable[[torch.Tensor], FlatTensor]
+    """Returns this rank's part, in the memory of a flat tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,19 +131,15 @@ class NamedOptimizer:
         self._base, self._flats = base, flats
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in base.param_groups]
         state: defaultdict[Any, Any] = defaultdict(dict)
-        self.masters: dict[int, SpreadTensor] = {}
+        self.masters: dict[int, FlatTensor] = {}
         for place in flats.places:
             groups[flats.group_of[place.number]]["params"].append(place.parameter)
             flat = flats.masters[place.number]
             if is_whole:
-                self.masters[id(place.parameter)] = place.part_of(flat.detach(), name)
+                self.masters[id(place.parameter)] = place.part_of(flat.detach())
             for slot, value in _slots(base, flat):
                 state[place.parameter][slot] = _part_of_slot(name, slot, value, flat, place)
-        twin: Optimizer = object.__new__(type(base))
-        vars(twin).update(vars(base))
-        twin.param_groups = groups
-        twin.state = state
-        self.optimizer = twin
+        self.optimizer = with_groups(base, groups, state)
 
     def linked(self, load: PendingLoad, name: str, path: str) -> PendingLoad:
         """Let DeepSpeed's optimizer follow a load of the named one, and its undo.
@@ -214,10 +183,9 @@ class NamedOptimizer:
                 continue
             alike: dict[str, Any] = {}
             for slot, value in self.optimizer.state.get(place.parameter, {}).items():
-                if isinstance(value, SpreadTensor) or (torch.is_tensor(value) and value.dim()):
+                if isinstance(value, FlatTensor) or (torch.is_tensor(value) and value.dim()):
                     held.setdefault(slot, torch.zeros_like(flat, dtype=value.dtype, requires_grad=False))
-                    part = place.part_of(held[slot], name)
-                    part.part().copy_(value.part() if isinstance(value, SpreadTensor) else _interval(part, value))
+                    place.part_of(held[slot]).fill(value)
                     alike[slot] = None
                 else:
                     alike[slot] = value
@@ -237,14 +205,16 @@ def _slots(base: Optimizer, flat: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def _part_of_slot(name: str, slot: str, value: Any, flat: torch.Tensor, place: _Place) -> Any:
-    if not torch.is_tensor(value) or value.dim() == 0:
+    if not torch.is_tensor(value):
         return value
+    if value.dim() == 0:
+        return value.detach().clone()  # one of the flat tensor is one of each parameter in it
     if value.shape != flat.shape:
         raise InvalidArgumentError(
             f"Cannot save or restore a run with '{name}': its {slot!r} has the shape {list(value.shape)} for "
             f"{list(flat.shape)} of parameters, so it is not known which are whose. {RUN_REMEDY}"
         )
-    return place.part_of(value.detach(), slot)
+    return place.part_of(value.detach())
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -313,16 +283,16 @@ def _named_optimizer(name: str, base: Optimizer, zero: Any, modules: Iterable[nn
     return NamedOptimizer(name, base, flats, is_whole=not is_stage_3)
 
 
-def _flats_of_stage_3(zero: Any, parts: Mapping[int, PartitionedParameter]) -> _Flats:
+def _flats_of_stage_3(zero: Any, parts: Mapping[int, PartOfParameter]) -> _Flats:
     """Each flat tensor has this rank's parts of some parameters, one after another."""
     places = []
     for number, parameters in enumerate(zero.fp16_groups):
         for parameter in parameters:
-            part = parts[id(parameter)]
+            part = parts[id(parameter)].target
             _, first, _ = zero.grad_position[zero.get_param_id(parameter)]
 
-            def part_of(flat: torch.Tensor, name: str, part: Any = part, first: int = first) -> SpreadTensor:
-                return partition_of(part, flat.narrow(0, first, part.local.numel()), name)
+            def part_of(flat: torch.Tensor, part: FlatTensor = part, first: int = first) -> FlatTensor:
+                return part.with_local(flat.narrow(0, first, part.local.numel()))
 
             places.append(_Place(parameter, number, part_of))
     groups = [zero.sub_group_to_group_id[number] for number in range(len(zero.fp16_groups))]
@@ -333,17 +303,16 @@ def _flats_of_stages_1_and_2(zero: Any) -> _Flats:
     """The parameters of a group lie one after another in one flat tensor, of which each rank has an equal part."""
     places = []
     ranks = tuple(range(dist.get_world_size()))
-    mesh = MeshLayout((len(ranks),), ranks, (Placement(0),))
     for number, parameters in enumerate(zero.bit16_groups):
         in_flat = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
         first_of = {id(parameter): first for parameter, first in in_flat}
         elements = zero.bit16_groups_flat[number].numel()
         for parameter in parameters:
-            interval = first_of[id(parameter)], elements
+            layout = FlatLayout(ranks, is_cut=True, elements=elements, first=first_of[id(parameter)])
             shape = tuple(parameter.shape)
 
-            def part_of(flat: torch.Tensor, name: str, shape: Any = shape, interval: Any = interval) -> SpreadTensor:
-                return SpreadTensor.of_flat(flat, name, shape, mesh, interval)
+            def part_of(flat: torch.Tensor, shape: Sequence[int] = shape, layout: FlatLayout = layout) -> FlatTensor:
+                return FlatTensor.within(flat, shape, layout, dist.get_rank())
 
             places.append(_Place(parameter, number, part_of))
     masters = list(zero.single_partition_of_fp32_groups)

@@ -97,7 +97,7 @@ def groups(model: nn.Module, like: nn.Module | None = None) -> list[dict[str, An
         model: The model.
         like: The same one without FSDP1, whose parameters have other shapes; None: it has none.
     """
-    shapes = {name: one.shape for name, one in (like or model).named_parameters()}
+    shapes = {own_name(name): one.shape for name, one in (like or model).named_parameters()}
     trained = [(shapes[own_name(name)], one) for name, one in model.named_parameters() if one.requires_grad]
     kinds = [
         [parameter for shape, parameter in trained if len(shape) > 1],

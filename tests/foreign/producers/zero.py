@@ -113,7 +113,7 @@ def _write_truth(rank: int, place: Path, engine: Any, file: str = "truth") -> No
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    reordered = _reordered_masters(engine) if engine.zero_round_robin_gradients() else {}
+    reordered = reordered_masters(engine) if engine.zero_round_robin_gradients() else {}
     tensors = dict(engine.module.state_dict())
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         master = reordered.get(id(parameter))
@@ -163,7 +163,7 @@ def _flat_states(optimizer: Any) -> list[tuple[list[Any], list[dict[str, Any]]]]
     return [(group, [flat]) for group, flat in zip(optimizer.round_robin_bit16_groups, flats)]
 
 
-def _reordered_masters(engine: Any) -> dict[int, torch.Tensor]:
+def reordered_masters(engine: Any) -> dict[int, torch.Tensor]:
     """Cut the masters by the order of the partitions; DeepSpeed's own function cuts them by that of the model."""
     found = {}
     optimizer = engine.optimizer
