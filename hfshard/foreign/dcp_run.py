@@ -116,8 +116,8 @@ class _SavedDirectory:
         self.files: dict[str, Identity] = {}
         self._note(METADATA)
         self.metadata = read_metadata(path)
-        chunks = (chunk for tensor in self.metadata.tensors.values() for chunk in tensor.chunks)
-        for file in sorted({one.file for one in (*chunks, *self.metadata.values.values())}):
+        files = {chunk.file for tensor in self.metadata.tensors.values() for chunk in tensor.chunks}
+        for file in sorted(files | {item.file for item in self.metadata.values.values()}):
             self._note(file)
 
     def table(self, names: Mapping[str, str]) -> ForeignTable:

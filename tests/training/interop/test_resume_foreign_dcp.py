@@ -48,8 +48,7 @@ class Parts:
         self.scheduler = MultiStepLR(self.optimizer, [7]) if is_scheduled else None
 
     def state(self) -> TrainingState:
-        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        return TrainingState(**parts, **({"scheduler": self.scheduler} if self.scheduler else {}))
+        return TrainingState(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
 
     def write(self, place: Path, rank: int = 0) -> None:
         """Write the truth of it; every rank must call."""
