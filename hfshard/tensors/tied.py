@@ -182,9 +182,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _same(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two tensors are the same, bit for bit, when they are cast to a dtype; of DTensors, this rank's
-    parts.
-    """
+    """Return whether two tensors, or this rank's parts, are the same, bit for bit, when they are cast to a dtype."""
     if first is second:
         return True
     parts = (local_tensor(one) if is_dtensor(one) else one for one in (first, second))
