@@ -197,7 +197,12 @@ def read_partitioned_directory(path: str, request: ForeignRequest) -> ForeignChe
         UnsafePickleError: A pickle asks for anything but what the framework writes.
     """
     directory = ForeignDirectory(path, request)
-    step = None if directory.named is None else directory.named.run.step
+    if directory.named is None:
+        raise InvalidArgumentError(
+            f"'{path}' has the weights of a model alone, and no run. Load them: hfshard.load_model(model, {path!r}).",
+            path=path,
+        )
+    step = directory.named.run.step
     return ForeignCheckpoint(
         path=path,
         files=directory.files,
