@@ -79,6 +79,7 @@ def config_of(stage: int, precision: str, options: Mapping[str, Any]) -> dict[st
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, **options},
         **PRECISIONS[precision],
     }
