@@ -122,7 +122,7 @@ def test_states_of_the_optimizer_are_those_of_the_living_one(case: Case, produce
 
 def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the tensors of an optimizer's state, named like those in the truth."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}/{slot}": one for parameter, slots in optimizer.state.items() for slot, one in slots.items()
     }
