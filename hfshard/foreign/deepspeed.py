@@ -460,7 +460,12 @@ class _Reader:
         first = states[0]
         self.scaler = first.scaler
         numbers = [_numbers(group, self.folder, first) for group in first.groups]
-        if len(numbers) != len(groups) or sorted(chain(*numbers)) != [*range(len(partitions[0].masters))]:
+        count = len(partitions[0].masters)
+        if len(groups) == count:  # ZeRO-3 lists the parameters of each sub-group
+            owners = [[groups[one] for one in own if one < count] for own in numbers]
+        else:
+            owners = [[shapes] for shapes in groups]
+        if len(numbers) != len(owners) or sorted(chain(*numbers)) != [*range(count)]:
             raise damaged(self.folder, f"'{first.file}' has other groups of the optimizer than of the masters")
         for one in states:
             if one.counts.keys() != first.counts.keys() or any(
@@ -468,13 +473,12 @@ class _Reader:
             ):
                 raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different states of the optimizer")
         self._check_numels(split, states)
-        for shapes, options, own in zip(groups, first.groups, numbers, strict=True):
+        for shapes, options, own in zip(owners, first.groups, numbers, strict=True):
+            names = [*chain(*shapes)]
             counts = [_comparable(one.counts.get(number, {})) for one in states for number in own]
             if any(one != counts[0] for one in counts):
-                raise damaged(
-                    self.folder, f"the ranks have different counts in the optimizer's state of '{min(shapes)}'"
-                )
-            self._add_group(shapes, options, first.counts.get(own[0], {}) if own else {})
+                raise damaged(self.folder, "its files have different counts in the optimizer's state", names[0])
+            self._add_group(names, options, first.counts.get(own[0], {}) if own else {})
         slots = {number: frozenset(one) for number, one in first.tensors.items()}
         for slot in sorted(set().union(*slots.values())):
             has_slot = [slot in slots.get(number, ()) for number in range(len(partitions[0].masters))]

@@ -187,10 +187,11 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _same(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two tensors are the same, bit for bit, when they are cast to a dtype."""
+    """Return whether two tensors, or this rank's parts, are the same, bit for bit, when they are cast to a dtype."""
     if first is second:
         return True
-    return torch.equal(*(_bytes_of(tensor.to(dtype)) for tensor in (first, second)))
+    parts = (local_tensor(one) if is_dtensor(one) else one for one in (first, second))
+    return torch.equal(*(_bytes_of(part.to(dtype)) for part in parts))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[HfshardError], str]] = {
     "two optimizers": (
         {"critic.param_groups.0.params": ["w"]},
         InvalidArgumentError,
-        "has the optimizers 'critic' and 'optimizer'",
+        "has the optimizers 'critic', 'optimizer'",
     ),
 }
 

@@ -250,7 +250,7 @@ def test_verify_checks_all_sets_of_weights(tmp_path: Path) -> None:
 
 
 def test_convert_writes_the_files_of_a_save(trained: Path, tmp_path: Path) -> None:
-    arguments = ["--max-shard-size", "9KB", "--format", "json"]
+    arguments = ["--weights", "--max-shard-size", "9KB", "--format", "json"]
     hfshard.save_state_dict(WEIGHTS, tmp_path / "want", max_shard_size="9KB")
 
     for number, source in enumerate((trained, trained / "pytorch_model_fsdp_0")):
@@ -263,7 +263,7 @@ def test_convert_writes_the_files_of_a_save(trained: Path, tmp_path: Path) -> No
 
 
 def test_convert_casts_and_takes_the_config_from_elsewhere(parts: Path, trained: Path, tmp_path: Path) -> None:
-    options = ["--dtype", "bfloat16", "--config", str(trained)]
+    options = ["--weights", "--dtype", "bfloat16", "--config", str(trained)]
 
     assert main(["convert", str(parts), str(tmp_path / "out"), *options]) == 0
 
@@ -272,7 +272,7 @@ def test_convert_casts_and_takes_the_config_from_elsewhere(parts: Path, trained:
         name: torch.int64 if name == "steps" else torch.bfloat16 for name in WEIGHTS
     }
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert main(["convert", str(parts), str(tmp_path / "other"), "--config", str(tmp_path)]) == 2
+    assert main(["convert", str(parts), str(tmp_path / "other"), "--weights", "--config", str(tmp_path)]) == 2
     assert not (tmp_path / "other").exists()
 
 
@@ -369,6 +369,6 @@ def test_convert_takes_the_parts_beside_safetensors(trained: Path, tmp_path: Pat
     """As beside the 16-bit weights that Trainer gathers, next to float32 masters."""
     hfshard.save_state_dict({"w": torch.ones(1)}, trained)
 
-    assert main(["convert", str(trained), str(tmp_path / "out")]) == 0
+    assert main(["convert", str(trained), str(tmp_path / "out"), "--weights"]) == 0
 
     assert same(hfshard.load_state_dict(tmp_path / "out"))

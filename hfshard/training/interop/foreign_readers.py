@@ -201,9 +201,8 @@ def read_partitioned_directory(path: str, request: ForeignRequest) -> ForeignChe
     directory = ForeignDirectory(path, request)
     run = directory.named
     if run is None:
-        raise StateDictMismatchError(
-            f"'{path}' has the weights of a model, but no optimizer. Nothing was restored. Load them with "
-            "hfshard.load_model; to restore a run, pass the directory that has its optimizer, too.",
+        raise InvalidArgumentError(
+            f"'{path}' has the weights of a model alone, and no run. Load them: hfshard.load_model(model, {path!r}).",
             path=path,
         )
     parts = run.parts(request.kinds)

@@ -121,9 +121,9 @@ def losses(model: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> Iter
         yield nn.functional.cross_entropy(model(tokens).float(), targets)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train in plain torch, or under FSDP."""
-    for loss in losses(model, seed):
+    for loss in losses(model):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -44,9 +44,6 @@ def save_zero(
     _write_truth(rank, place, engine)
     if stage:
         _write_states(rank, place, engine)
-    if precision == "fp32":
-        _step(engine, rank)
-        _write_truth(rank, place, engine, "later")
 
 
 def save_universal(rank: int, place: Path, model_name: str, stage: int, precision: str, injects: bool) -> None:
@@ -79,6 +76,7 @@ def config_of(stage: int, precision: str, options: Mapping[str, Any]) -> dict[st
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, **options},
         **PRECISIONS[precision],
     }
@@ -108,7 +106,7 @@ def _step(engine: Any, rank: int) -> None:
         engine.step()
 
 
-def _write_truth(rank: int, place: Path, engine: Any, file: str = "truth") -> None:
+def _write_truth(rank: int, place: Path, engine: Any) -> None:
     """Write the float32 masters where there are any, and the rest as it is on rank 0."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
@@ -124,7 +122,7 @@ def _write_truth(rank: int, place: Path, engine: Any, file: str = "truth") -> No
         tensors[name] = value if master is None else master.view(value.shape)
         assert tensors[name].to(value.dtype).equal(value), name
     if rank == 0:
-        write_truth(place, tensors, file)
+        write_truth(place, tensors)
 
 
 def _write_states(rank: int, place: Path, engine: Any) -> None:

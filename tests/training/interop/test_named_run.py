@@ -37,6 +37,7 @@ class Net(nn.Module):
 
 def state_of(model: nn.Module, **more: Any) -> TrainingState:
     groups = [{"params": [model.get_parameter(name) for name in group]} for group in reversed(TRAINED)]
+    groups[0]["params"].append(model.get_parameter("fixed"))  # DeepSpeed leaves frozen parameters out
     optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     return TrainingState(model, optimizer, scheduler, **more)
