@@ -106,13 +106,14 @@ def find_rank_files(directory: str) -> str | None:
     """
     if files := _files_in(directory):
         return files[0][-1]
-    found = [name for name in _FOLDERS if _files_in(os.path.join(directory, name))]
+    below = {name: _files_in(os.path.join(directory, name)) for name in _FOLDERS}
+    found = [f"{name}/{files[0][-1]}" for name, files in below.items() if files]
     if len(found) > 1:
-        paths = shorten_list([os.path.join(directory, name) for name in found], _SHOWN, quote=True)
+        paths = shorten_list([os.path.join(directory, os.path.dirname(name)) for name in found], _SHOWN, quote=True)
         raise AmbiguousWeightsError(
             f"'{directory}' has {len(found)} models. Pass one of them: {paths}.", path=directory
         )
-    return f"{found[0]}/{_files_in(os.path.join(directory, found[0]))[0][-1]}" if found else None
+    return found[0] if found else None
 
 
 def read_rank_files(directory: str) -> ForeignTable:
