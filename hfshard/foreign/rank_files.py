@@ -27,7 +27,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     MissingShardError,
 )
-from hfshard.foreign.byte_runs import ChunkRuns, ForeignTable, ForeignTensor, StoredRecord, joined_tensor
+from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, ForeignTensor, StoredRecord, joined_tensor
 from hfshard.foreign.described_values import (
     MALFORMED,
     parse_count,
@@ -306,7 +306,7 @@ def _joined(directory: str, name: str, parts: Sequence[_Part], runs: ChunkRuns) 
         here = part.tensor.dtype, part.shape, part.cuts, part.offsets is None, len(part.tensor.shape)
         if here != (dtype, shape, first.cuts, first.offsets is None, len(shape)):
             raise _damaged(directory, f"'{first.file}' and '{part.file}' have different tensors '{name}'", name)
-    found = []
+    found: list[ByteRun] = []
     placed = zip(parts, _offsets_of(directory, name, parts), strict=True)
     for offsets, part in {offsets: part for part, offsets in reversed(list(placed))}.items():  # the first of replicas
         if part.tensor.numel:
