@@ -78,8 +78,8 @@ class _Cut:
     """A dimension of a tensor that is cut over the ranks."""
 
     dimension: int
-    axes: tuple[tuple[int, int], ...]
-    """Dimensions of the mesh over which it is cut, one after the other, each with the factor of its strides."""
+    axes: tuple[tuple[int, int | None], ...]
+    """Dimensions of the mesh over which it is cut, one after the other, with the factor of its strides if it has some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,18 +268,18 @@ def _merged(state: Any) -> dict[str, Any]:
 def _cuts_of(path: str, spec: Mapping[str, Any]) -> tuple[_Cut, ...]:
     """Return the cuts of a tensor's dimensions, as its specification describes them."""
     kinds = [(_kind_of(path, one), one.state) for one in spec["placements"]]
-    axes: dict[int, list[tuple[int, int]]] = {}
+    axes: dict[int, list[tuple[int, int | None]]] = {}
     for axis, (kind, state) in reversed(list(enumerate(kinds))):
         if kind != "Replicate":
             of_dimension = axes.setdefault(parse_count(state["dim"]), [])
             is_inner = kind == "_StridedShard"  # cut once those on its right are, as by FSDP over tensor parallelism
-            factor = parse_count(state["split_factor"]) if is_inner else 1
+            factor = parse_count(state["split_factor"]) if is_inner else None
             of_dimension.insert(len(of_dimension) if is_inner else 0, (axis, factor))
     for entry in spec.get("shard_order") or () if "_StridedShard" not in dict(kinds) else ():
         dimension, order = entry.arguments
         if sorted(order) != [axis for axis, _ in axes[dimension]]:
             raise ValueError("an order of other cuts than there are")
-        axes[dimension] = [(parse_count(axis), 1) for axis in order]
+        axes[dimension] = [(parse_count(axis), None) for axis in order]
     return tuple(_Cut(dimension, tuple(found)) for dimension, found in sorted(axes.items()))
 
 
@@ -307,10 +307,10 @@ def _joined(directory: str, name: str, parts: Sequence[_Part], runs: ChunkRuns) 
         if here != (dtype, shape, first.cuts, first.offsets is None, len(shape)):
             raise _damaged(directory, f"'{first.file}' and '{part.file}' have different tensors '{name}'", name)
     found: list[ByteRun] = []
-    placed = zip(parts, _offsets_of(directory, name, parts), strict=True)
-    for offsets, part in {offsets: part for part, offsets in reversed(list(placed))}.items():  # the first of replicas
-        if part.tensor.numel:
-            found += runs.find(name, part.file, part.tensor.offset, dtype, shape, offsets, part.tensor.shape)
+    placed = zip(_offsets_of(directory, name, parts), parts, strict=True)
+    filled = [(offsets, part) for offsets, part in placed if part.tensor.numel]
+    for offsets, part in dict(reversed(filled)).items():  # the first one of replicas
+        found += runs.find(name, part.file, part.tensor.offset, dtype, shape, offsets, part.tensor.shape)
     return joined_tensor(dtype, shape, found)
 
 
@@ -335,7 +335,7 @@ def _offsets_of(directory: str, name: str, parts: Sequence[_Part]) -> Iterable[t
             )
         for number, (axis, factor) in enumerate(axes):
             outer = prod(len({key[at] for key in keys}) for at in range(number) if axes[at][0] > axis)
-            if factor not in (1, outer):
+            if factor not in (None, outer):
                 raise InvalidArgumentError(
                     f"'{directory}' has tensor '{name}' in strides of {factor} parts, which hfshard cannot read. "
                     "Nothing was loaded. Save with torch.distributed.checkpoint, which resolves them.",
