@@ -79,7 +79,7 @@ class _Cut:
 
     dimension: int
     axes: tuple[tuple[int, int | None], ...]
-    """Dimensions of the mesh over which it is cut, one after the other, with the factor of its strides if it has some."""
+    """Dimensions of the mesh over which it is cut, one after the other; with the factor of strided parts."""
 
 
 @dataclass(frozen=True, slots=True)
