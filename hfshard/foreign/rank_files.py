@@ -27,7 +27,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     MissingShardError,
 )
-from hfshard.foreign.byte_runs import ChunkRuns, ForeignTable, ForeignTensor, StoredRecord, joined_tensor
+from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, ForeignTensor, StoredRecord, joined_tensor
 from hfshard.foreign.described_values import (
     MALFORMED,
     parse_count,
@@ -80,8 +80,8 @@ class _Cut:
     """A dimension of a tensor that is cut over the ranks."""
 
     dimension: int
-    axes: tuple[tuple[int, int], ...]
-    """Dimensions of the mesh over which it is cut, one after the other, each with the factor of its strides."""
+    axes: tuple[tuple[int, int | None], ...]
+    """Dimensions of the mesh over which it is cut, one after the other; with the factor of strided parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,14 @@ def find_rank_files(directory: str) -> str | None:
     """
     if files := _files_in(directory):
         return files[0][-1]
-    found = [name for name in _FOLDERS if _files_in(os.path.join(directory, name))]
+    below = {name: _files_in(os.path.join(directory, name)) for name in _FOLDERS}
+    found = [f"{name}/{files[0][-1]}" for name, files in below.items() if files]
     if len(found) > 1:
-        paths = shorten_list([os.path.join(directory, name) for name in found], _SHOWN, quote=True)
+        paths = shorten_list([os.path.join(directory, os.path.dirname(name)) for name in found], _SHOWN, quote=True)
         raise AmbiguousWeightsError(
             f"'{directory}' has {len(found)} models. Pass one of them: {paths}.", path=directory
         )
-    return f"{found[0]}/{_files_in(os.path.join(directory, found[0]))[0][-1]}" if found else None
+    return found[0] if found else None
 
 
 def read_rank_files(directory: str) -> ForeignTable:
@@ -286,18 +287,18 @@ def _merged(state: Any) -> dict[str, Any]:
 def _cuts_of(path: str, spec: Mapping[str, Any]) -> tuple[_Cut, ...]:
     """Return the cuts of a tensor's dimensions, as its specification describes them."""
     kinds = [(_kind_of(path, one), one.state) for one in spec["placements"]]
-    axes: dict[int, list[tuple[int, int]]] = {}
+    axes: dict[int, list[tuple[int, int | None]]] = {}
     for axis, (kind, state) in reversed(list(enumerate(kinds))):
         if kind != "Replicate":
             of_dimension = axes.setdefault(parse_count(state["dim"]), [])
             is_inner = kind == "_StridedShard"  # cut once those on its right are, as by FSDP over tensor parallelism
-            factor = parse_count(state["split_factor"]) if is_inner else 1
+            factor = parse_count(state["split_factor"]) if is_inner else None
             of_dimension.insert(len(of_dimension) if is_inner else 0, (axis, factor))
     for entry in spec.get("shard_order") or () if "_StridedShard" not in dict(kinds) else ():
         dimension, order = entry.arguments
         if sorted(order) != [axis for axis, _ in axes[dimension]]:
             raise ValueError("an order of other cuts than there are")
-        axes[dimension] = [(parse_count(axis), 1) for axis in order]
+        axes[dimension] = [(parse_count(axis), None) for axis in order]
     return tuple(_Cut(dimension, tuple(found)) for dimension, found in sorted(axes.items()))
 
 
@@ -324,11 +325,11 @@ def _joined(directory: str, name: str, parts: Sequence[_Part], runs: ChunkRuns) 
         here = part.tensor.dtype, part.shape, part.cuts, part.offsets is None, len(part.tensor.shape)
         if here != (dtype, shape, first.cuts, first.offsets is None, len(shape)):
             raise _damaged(directory, f"'{first.file}' and '{part.file}' have different tensors '{name}'", name)
-    found = []
-    placed = zip(parts, _offsets_of(directory, name, parts), strict=True)
-    for offsets, part in {offsets: part for part, offsets in reversed(list(placed))}.items():  # the first of replicas
-        if part.tensor.numel:
-            found += runs.find(name, part.file, part.tensor.offset, dtype, shape, offsets, part.tensor.shape)
+    found: list[ByteRun] = []
+    placed = zip(_offsets_of(directory, name, parts), parts, strict=True)
+    filled = [(offsets, part) for offsets, part in placed if part.tensor.numel]
+    for offsets, part in dict(reversed(filled)).items():  # the first one of replicas
+        found += runs.find(name, part.file, part.tensor.offset, dtype, shape, offsets, part.tensor.shape)
     return joined_tensor(dtype, shape, found)
 
 
@@ -353,7 +354,7 @@ def _offsets_of(directory: str, name: str, parts: Sequence[_Part]) -> Iterable[t
             )
         for number, (axis, factor) in enumerate(axes):
             outer = prod(len({key[at] for key in keys}) for at in range(number) if axes[at][0] > axis)
-            if factor not in (1, outer):
+            if factor not in (None, outer):
                 raise InvalidArgumentError(
                     f"'{directory}' has tensor '{name}' in strides of {factor} parts, which hfshard cannot read. "
                     "Nothing was loaded. Save with torch.distributed.checkpoint, which resolves them.",

@@ -181,5 +181,5 @@ def _load_checked(
     return retry_if_replaced(build_once, folder.traits, directory)
 
 
-HANDLERS: Final[dict[Method, Callable[..., Any]]] = {"from_pretrained": _load, "save_pretrained": _save}
+DIFFUSERS_HANDLERS: Final[dict[Method, Callable[..., Any]]] = {"from_pretrained": _load, "save_pretrained": _save}
 """The handler of each method."""

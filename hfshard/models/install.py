@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -104,12 +105,18 @@ def _stand_in() -> HandlerLookup | None:
         return None
 
     def answer(base: type, method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if base.__name__ == _BASES["diffusers.models.modeling_utils"]:
-            from hfshard.models.diffusers_models import HANDLERS  # imports torch
-        else:
-            from hfshard.models.installed_methods import HANDLERS  # imports torch and transformers
-
         with use_settings(settings):
-            return HANDLERS[method](settings, target, *args, **kwargs)
+            return _handlers_of(base)[method](settings, target, *args, **kwargs)
 
     return answer
+
+
+def _handlers_of(base: type) -> Mapping[Method, Callable[..., Any]]:
+    """Return the handlers for the models of a base; their modules import torch, and transformers if it is that."""
+    if base.__name__ == _BASES["diffusers.models.modeling_utils"]:
+        from hfshard.models.diffusers_models import DIFFUSERS_HANDLERS
+
+        return DIFFUSERS_HANDLERS
+    from hfshard.models.installed_methods import HANDLERS
+
+    return HANDLERS

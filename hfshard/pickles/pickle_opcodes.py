@@ -679,7 +679,8 @@ class _Description(_Machine):
     def call(self, function: Any, arguments: Any) -> Any:
         if isinstance(function, DescribedObject) and function.name == "builtins.getattr":  # a class in another
             owner, name = function.arguments
-            function = self.name(getattr(owner, "name", None), name)
+            if isinstance(owner, GlobalReference):
+                function = self.name(owner.name, name)
         if not isinstance(function, GlobalReference):
             raise _Unreadable("a call of something without a name")
         return DescribedObject(function.name, arguments)

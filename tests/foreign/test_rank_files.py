@@ -23,6 +23,7 @@ from hfshard.errors import (
     MissingShardError,
     UnsafePickleError,
 )
+from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.foreign.rank_files import find_rank_files, read_rank_files
 from tests.foreign.producers.truth import assert_same, checkpoint_of, read_truth
 from tests.foreign.test_matrix import BY_NAME, place_of
@@ -140,8 +141,18 @@ def test_a_flipped_bit_is_found(sharded: Path) -> None:
         hfshard.load_state_dict(sharded, verify="full")
 
 
-def test_config_comes_along_and_the_optimizer_does_not(sharded: Path, tmp_path: Path) -> None:
-    assert main(["convert", str(sharded), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+def test_config_comes_along_and_the_optimizer_does_not(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["convert", str(sharded), str(tmp_path / "out")]
+
+    assert main(arguments) == 2
+    assert "has the states of its optimizer by numbers" in capsys.readouterr().err
+    assert main([*arguments, "--weights", "--dtype", "bfloat16"]) == 0
 
     assert {path.name for path in (tmp_path / "out").iterdir()} - {".cache"} == {"config.json", "model.safetensors"}
     assert hfshard.load_state_dict(tmp_path / "out")["up.weight"].dtype == torch.bfloat16
+
+
+def test_weights_alone_are_no_run(plain: Path) -> None:
+    assert open_foreign_run(str(plain)) is None

@@ -241,6 +241,7 @@ class Reduced:
         (b"]Kab.", "state"),
         (b"X\x01\x00\x00\x00a)R.", "without a name"),
         (b"K\x01K\x02\x86)\x81.", "without a name"),
+        (b"cbuiltins\ngetattr\ncm\nf\n)RX\x01\x00\x00\x00a\x86R)R.", "without a name"),
         (b"\x82\x01.", "EXT1"),
         (b"h\x07.", "KeyError"),
         (b"0.", "IndexError"),
@@ -261,6 +262,15 @@ def test_a_call_is_only_described() -> None:
     assert isinstance(call, DescribedObject) and (call.name, call.arguments) == (f"{__name__}.run", (1,))
     assert name == GlobalReference(f"{__name__}.run")
     assert described.names == {f"{__name__}.run"}
+
+
+def test_a_call_of_a_class_in_another_is_named_after_both() -> None:
+    opcodes = b"\x80\x02cbuiltins\ngetattr\ncm\nOuter\nX\x05\x00\x00\x00Inner\x86R)\x81."
+
+    described = describe_pickle(io.BytesIO(opcodes), "a.pt")
+
+    assert (described.value.name, described.value.arguments) == ("m.Outer.Inner", ())
+    assert described.names == {"builtins.getattr", "m.Outer", "m.Outer.Inner"}
 
 
 def test_modules_of_python_2_are_known_to_scan_and_description(tmp_path: Path) -> None:

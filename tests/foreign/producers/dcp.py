@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -209,14 +209,15 @@ def save_rank_files(
         trains: False: save what was built.
     """
     model = SHARDINGS[sharding](build(model_name), ranks)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, build(model_name))
     if trains:
         train(model, optimizer)
     folder = checkpoint_of(place)
     folder.mkdir(exist_ok=True)
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
     sharded = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    with sharded if is_fsdp1 else nullcontext():
+    context: AbstractContextManager[Any] = sharded if is_fsdp1 else nullcontext()
+    with context:
         torch.save(model.state_dict(), folder / f"model_world_size_{ranks}_rank_{rank}.pt")
     torch.save({"state": {}}, folder / f"optim_world_size_{ranks}_rank_{rank}.pt")
     torch.save({"rng": torch.get_rng_state()}, folder / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
