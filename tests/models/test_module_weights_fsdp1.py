@@ -67,10 +67,10 @@ def save_transformers(rank: int, place: Path) -> None:
 
 
 def save_large(rank: int, place: Path) -> None:
-    model = wrapped("parts", nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(8))))
+    model = wrapped("parts", nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(12))))
     hfshard.save_model(model, place / "warm", max_shard_size="9MiB")
     peak = peak_during(lambda: hfshard.save_model(model, place / "large", max_shard_size="9MiB"))
-    assert peak < 0.4 * 64 * MIB  # windows and one file's blocks, whatever the model's size
+    assert peak < 0.4 * 96 * MIB  # windows and one file's blocks, whatever the model's size
 
 
 def work_of_two(rank: int, place: Path) -> None:
