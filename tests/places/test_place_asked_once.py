@@ -31,6 +31,7 @@ ASK = {
     "places/place.py": "has the table",
     "cli/main.py": "expands `~` in the argument of a command",
     "models/small_saves.py": "stands in for transformers' functions, whose other arguments are none of its business",
+    "models/diffusers_models.py": "diffusers would take an address for a directory or a repo",
     "models/build.py": "leaves what is no address to transformers, whatever is wrong with it",
 }
 
