@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -61,7 +62,8 @@ class NamedRun:
     def _optimizer(self) -> dict[str, Any]:
         """Return what the optimizer's `state_dict()` would, had it been given names."""
         assert self.run.optimizer is not None
-        slots: dict[str, dict[str, Any]] = {name: dict(own) for name, own in self.run.optimizer.slots.items()}
+        # A count of steps that parameters shared would be increased for each of them.
+        slots: dict[str, dict[str, Any]] = {name: deepcopy(dict(own)) for name, own in self.run.optimizer.slots.items()}
         for place, tensor in self.run.optimizer.table.tensors.items():
             name, _, slot = place.rpartition("/")
             slots.setdefault(name, {})[slot] = self._described(tensor)
@@ -145,7 +147,7 @@ class NamedRun:
             aliases=aliases,
             sizes={file: size for file, size in sizes.items() if file in used},
             identities=identities,
-            records=records,
+            records=tuple(record for record in records if record.file in used),
         )
         with closing(ForeignShard(table)) as shard:
             yield shard

@@ -37,7 +37,7 @@ from hfshard.training.restoring.part_planner import (
 )
 from hfshard.training.restoring.read_state import StateLayouts
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.state.reordering import Names, find_in
+from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState, is_spread_state
@@ -201,7 +201,6 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint, layouts: 
             in_file = list(dict.fromkeys(_names_in_file(planner.state, foreign, kept_of))) if foreign.has_order else []
             value = named_optimizer_state(part, value, planner.parameter_names, kept_of, in_file, name, foreign.path)
             if foreign.named is not None:
-                _add_frozen(value["groups"], part, planner.parameter_names)
                 value["state"] = _read_slots(foreign.named, name, value["state"], layouts)
         elif kind == "scheduler":
             value = {"class": None, "state": dict(value)}
@@ -223,17 +222,6 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint, layouts: 
             "Use another checkpoint, or leave this part out of the TrainingState.",
             path=foreign.path,
         ) from error
-
-
-def _add_frozen(groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, names: Names) -> None:
-    """Add frozen parameters to the groups of a run, from which frameworks leave them out."""
-    owners = {name: group for group in groups for name in group["params"]}
-    for built in optimizer.param_groups:
-        own = [names[id(one)] for one in built["params"]]
-        frozen = [names[id(one)] for one in built["params"] if not one.requires_grad]
-        group = next((owners[name] for name in own if name in owners), None)
-        if group is not None:
-            group["params"] += [name for name in frozen if name not in owners]
 
 
 def _read_slots(

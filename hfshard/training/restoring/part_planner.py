@@ -164,7 +164,7 @@ class PartPlanner:
             load = plan_module(name, part, value, self.directory, restoration.differences, masters, strict=self.strict)
         elif kind == "optimizer":
             reject_sharded_state(part, name)
-            value = regroup(value, group_names(part, self.parameter_names, name), name, self.directory)
+            value = regroup(value, part, self.parameter_names, name, self.directory)
             self.saved[name]["state"] = {**self.saved[name]["state"], "groups": value["groups"]}
             value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)

@@ -168,17 +168,22 @@ def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list
     ]
 
 
-def regroup(saved: dict[str, Any], built: Sequence[Sequence[str]], component: str, path: str) -> dict[str, Any]:
-    """Return a state whose groups are those that were built, if it was saved with options by parameter.
+def regroup(saved: dict[str, Any], optimizer: Optimizer, names: Names, component: str, path: str) -> dict[str, Any]:
+    """Return a state whose groups are those that were built, as far as another program has not saved them.
+
+    Frozen parameters join the group of the others that they were built with: frameworks leave them out.
 
     Args:
         saved: As `plan_optimizer` has it. With `BY_OPTIONS`, each group has the parameters with equal options.
-        built: The names of the parameters in each group that was built.
-        component, path: For messages.
+        optimizer: The one that was built; it is not changed.
+        names, component, path: As in `plan_optimizer`.
 
     Raises:
         StateDictMismatchError: The parameters of a group had different options.
     """
+    built = group_names(optimizer, names, component)
+    if saved["class"] is None:
+        saved = {**saved, "groups": _with_frozen(saved["groups"], optimizer, built)}
     if not saved.get(BY_OPTIONS):
         return saved
     before = {name: group for group in saved["groups"] for name in group["params"]}
@@ -196,6 +201,20 @@ def regroup(saved: dict[str, Any], built: Sequence[Sequence[str]], component: st
             )
     groups = [{**before[own[0]], "params": list(own)} for own in built if own]
     return {**saved, "groups": groups}
+
+
+def _with_frozen(
+    groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, built: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Return the groups with the frozen parameters that they lack."""
+    owners = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    added: list[list[str]] = [[] for _ in groups]
+    for group, own in zip(_groups(optimizer), built):
+        number = next((owners[name] for name in own if name in owners), None)
+        if number is not None:
+            are_frozen = zip(own, (not one.requires_grad for one in group["params"]))
+            added[number] += [name for name, is_frozen in are_frozen if is_frozen and name not in owners]
+    return [{**group, "params": [*group["params"], *more]} for group, more in zip(groups, added)]
 
 
 def with_groups(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Optimizer:

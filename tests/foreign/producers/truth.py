@@ -27,7 +27,7 @@ def write_truth(place: Path, tensors: Mapping[str, torch.Tensor], name: str = "t
 
 
 def read_truth(place: Path, name: str = "truth") -> dict[str, torch.Tensor]:
-    """Read what was written for a checkpoint: the "truth", or the optimizer's "states"."""
+    """Read what was written for a checkpoint: the "truth", the optimizer's "states", or the model "resumed"."""
     return load_file(place / f"{name}.safetensors")
 
 

@@ -44,6 +44,11 @@ def save_zero(
     _write_truth(rank, place, engine)
     if stage:
         _write_states(rank, place, engine)
+    if precision == "fp32" and torch.distributed.get_world_size() == 1:  # as one process without DeepSpeed computes
+        resumed = zero_engine(build(model_name), stage, precision, options)
+        resumed.load_checkpoint(str(checkpoint_of(place)), tag=tag)
+        _step(resumed, rank)
+        _write_truth(rank, place, resumed, "resumed")
 
 
 def save_universal(rank: int, place: Path, model_name: str, stage: int, precision: str, injects: bool) -> None:
@@ -106,7 +111,7 @@ def _step(engine: Any, rank: int) -> None:
         engine.step()
 
 
-def _write_truth(rank: int, place: Path, engine: Any) -> None:
+def _write_truth(rank: int, place: Path, engine: Any, kind: str = "truth") -> None:
     """Write the float32 masters where there are any, and the rest as it is on rank 0."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
@@ -122,7 +127,7 @@ def _write_truth(rank: int, place: Path, engine: Any) -> None:
         tensors[name] = value if master is None else master.view(value.shape)
         assert tensors[name].to(value.dtype).equal(value), name
     if rank == 0:
-        write_truth(place, tensors)
+        write_truth(place, tensors, kind)
 
 
 def _write_states(rank: int, place: Path, engine: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import IntegrityError, InvalidArgumentError, MissingShardError, StateDictMismatchError
+from hfshard.foreign.deepspeed import read_deepspeed_run
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training.interop.named_run import NamedRun
 from hfshard.training.state.rng import rng_state
 from tests.foreign.like_deepspeed import BUFFERS, FROZEN, TRAINED, contents, write
 
@@ -132,6 +135,26 @@ def test_what_accelerate_saves_beside_the_parts_is_restored(tmp_path: Path, mana
     restored = manager.restore(state_of(Net(), own=own), tmp_path / "saved", keys={"own": "custom_checkpoint_0"})
 
     assert (restored, own.count) == (7, 5)
+
+
+def test_parameters_of_a_group_count_their_own_steps(tmp_path: Path) -> None:
+    """DeepSpeed has one count for all of them, which torch would increase once for each."""
+    write(tmp_path, contents(2, 2))
+    state = NamedRun(read_deepspeed_run(str(tmp_path))).parts(())["optimizer"]["state"]
+    before = {number: int(slots["step"]) for number, slots in state.items()}
+
+    state[0]["step"] += 1
+
+    assert {number: int(slots["step"]) for number, slots in state.items()} == before | {0: before[0] + 1}
+
+
+def test_the_checksums_of_a_file_without_needed_tensors_are_left_out(tmp_path: Path) -> None:
+    """A model without buffers and frozen weights has everything in the files of its masters."""
+    write(tmp_path, contents(2, 2))
+    run = read_deepspeed_run(str(tmp_path))
+    masters = {name: run.weights.tensors[name] for group in TRAINED for name in group}
+
+    NamedRun(replace(run, weights=replace(run.weights, tensors=masters, aliases={}))).check_records()
 
 
 class Counter:
