@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeGuard
 
@@ -108,7 +108,7 @@ def with_partitioned(tensors: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(tensors)
     if "deepspeed" in sys.modules and dist.is_available() and dist.is_initialized():
         empty = {name: value for name, value in tensors.items() if is_partitioned(value) or _is_empty(value)}
-        owners = {_storage(parameter): parameter for _, parameter in _partitioned_in_process()} if empty else {}
+        owners = _owners({_storage(value) for value in empty.values()})
         parts: dict[int, FlatTensor] = {}
         for name, value in empty.items():
             parameter = owners.get(_storage(value))
@@ -293,7 +293,21 @@ def _partitioned_in_process() -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each partitioned parameter of the process, by its name in the outermost module."""
     if gc.get_freeze_count():
         gc.unfreeze()  # what gc.freeze() has put aside is in no list: the empty tensors would be saved
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    yield from _partitioned_among(gc.get_objects())
+
+
+def _owners(storages: Set[int]) -> dict[int, torch.Tensor]:
+    """Find the partitioned parameters that have these storages; what the process froze stays so if it has none."""
+    found: dict[int, torch.Tensor] = {}
+    if storages:
+        found = {_storage(parameter): parameter for _, parameter in _partitioned_among(gc.get_objects())}
+        if not storages <= found.keys() and gc.get_freeze_count():
+            found = {_storage(parameter): parameter for _, parameter in _partitioned_in_process()}
+    return found
+
+
+def _partitioned_among(objects: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]:
+    modules = [one for one in objects if issubclass(type(one), nn.Module)]
     children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     for module in modules:
         if id(module) not in children and "_modules" in vars(module):

@@ -20,6 +20,7 @@ from transformers import BertModel
 
 import hfshard
 from hfshard.training import CheckpointManager, TrainingState
+from tests.foreign.producers.deepspeed_on_cpu import warm_up
 from tests.helpers.tiny_bert import bert
 from tests.tensors import zero3
 from tests.tensors.zero3 import Net
@@ -103,6 +104,7 @@ def uses(folder: Path, model: Net, engine: Any) -> dict[str, object]:
 
 
 def main(folder: Path) -> None:
+    warm_up()  # nothing is compiled, which takes minutes
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     deepspeed.init_distributed("gloo", verbose=False)
