@@ -141,7 +141,7 @@ def test_a_flipped_bit_is_found(sharded: Path) -> None:
 
 
 def test_config_comes_along_and_the_optimizer_does_not(sharded: Path, tmp_path: Path) -> None:
-    assert main(["convert", str(sharded), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert main(["convert", str(sharded), str(tmp_path / "out"), "--weights", "--dtype", "bfloat16"]) == 0
 
     assert {path.name for path in (tmp_path / "out").iterdir()} - {".cache"} == {"config.json", "model.safetensors"}
     assert hfshard.load_state_dict(tmp_path / "out")["up.weight"].dtype == torch.bfloat16
