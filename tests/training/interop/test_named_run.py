@@ -93,6 +93,8 @@ def test_a_run_is_restored_and_converted_with_groups_in_another_order(
     converted = state_of(Net())
     for parameter in converted.components["model"].parameters():
         parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
+    for group in converted.components["optimizer"].param_groups:  # the run does not say in which group it was
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     restored = manager.restore(converted)
     assert (restored, restored.extra) == (7, {"epoch": 2})
     assert_restored(converted)
