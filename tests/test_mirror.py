@@ -39,6 +39,7 @@ COVERED = {
     "foreign/deepspeed_partitions": "foreign/test_deepspeed.py",
     "hub/hub_repo": "hub/push",
     "hub/repo_folder": "hub/pull/test_pull.py",
+    "models/diffusers_models": "programs/test_diffusers.py",
     "models/small_saves": "stores/suite/test_small_saves.py",
     "removal/from_store": "stores/removal/test_from_store.py",
     "removal/from_stored_run": "stores/runs/test_removing.py",

@@ -69,7 +69,7 @@ class _Parts:
     def describe(self, what: str) -> str:
         """Build the message for parts that hfshard reads from a directory."""
         path = self.on_disk(self.folder)
-        convert = f"to write them as safetensors, run: {shlex.join(['hfshard', 'convert', path, 'OUT'])}"
+        convert = f"to write them as safetensors, run: {shlex.join(['hfshard', 'convert', '--weights', path, 'OUT'])}"
         download = "" if self.is_directory else "Download it to a directory DIR. "
         return f"'{self.place}' contains {what}{self.where}. {download}To load the weights, pass '{path}'; {convert}."
 

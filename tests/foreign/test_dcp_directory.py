@@ -301,7 +301,7 @@ CHANGES: dict[str, tuple[Callable[[Metadata], object], type[HfshardError], str]]
     "65 dimensions": (
         lambda metadata: vars(metadata.state_dict_metadata["model.w"]).update(size=torch.Size([1] * 65)),
         DamagedCheckpointError,
-        "no torch.Size",
+        "in place of sizes, or too many",
     ),
     "no tensors": (lambda metadata: metadata.state_dict_metadata.clear(), CheckpointNotFoundError, "no weights"),
     "something else": (

@@ -34,7 +34,7 @@ def below(folder: str, names: list[str]) -> list[str]:
 def found(what: str, where: str, path: str) -> str:
     return (
         f"'run' {what}{where}. To load the weights, pass '{path}'; to write them as safetensors, run: hfshard convert "
-        f"{path} OUT."
+        f"--weights {path} OUT."
     )
 
 
@@ -128,7 +128,7 @@ def test_what_is_elsewhere_is_downloaded_first() -> None:
 
     assert zero == (
         f"'org/model' {OF_DEEPSPEED} in 'global_step20'. Download it to a directory DIR. To load the weights, pass "
-        "'DIR/global_step20'; to write them as safetensors, run: hfshard convert DIR/global_step20 OUT."
+        "'DIR/global_step20'; to write them as safetensors, run: hfshard convert --weights DIR/global_step20 OUT."
     )
 
 
@@ -178,7 +178,7 @@ def test_every_verb_says_what_a_directory_is(verb: str, zero3: Path, tmp_path: P
         VERBS[verb](zero3.parents[1], tmp_path / "out")
 
     assert OF_DEEPSPEED in str(caught.value)
-    assert f"hfshard convert {shlex.quote(str(zero3))} OUT" in str(caught.value)
+    assert f"hfshard convert --weights {shlex.quote(str(zero3))} OUT" in str(caught.value)
     assert ("the rest of the run can resume them" in str(caught.value)) == (verb == "restore")
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 

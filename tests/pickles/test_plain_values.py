@@ -55,6 +55,12 @@ class Indexed(dict[str, int]):
         run()
 
 
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckpointManager:
+    """Of a run that has no checkpoint yet."""
+    return CheckpointManager(tmp_path / "run")
+
+
 @pytest.fixture(autouse=True)
 def nothing_ran() -> Any:
     RAN.clear()

@@ -139,7 +139,7 @@ class NamedRun:
         tables = [self.run.weights, *([] if self.run.optimizer is None else [self.run.optimizer.table])]
         sizes = {file: size for table in tables for file, size in table.sizes.items()}
         identities = {file: one for table in tables for file, one in table.identities.items()}
-        records = tuple(dict.fromkeys(record for table in tables for record in table.records))
+        records = dict.fromkeys(record for table in tables for record in table.records)
         used = {run.file for tensor in tensors.values() for run in tensor.runs}
         table = replace(
             self.run.weights,

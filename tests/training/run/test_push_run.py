@@ -211,7 +211,7 @@ def test_parts_of_ranks_on_a_hub_are_told(hub: RunHub, repo: str, tmp_path: Path
 
     assert outcome.error == "CheckpointNotFoundError"
     assert "tensors that torch.distributed.checkpoint (DCP) saved in parts in 'step-9'" in outcome.message
-    assert "hfshard convert DIR/step-9 OUT" in outcome.message
+    assert "hfshard convert --weights DIR/step-9 OUT" in outcome.message
     assert "Only the program that saved the optimizer and the rest of the run can resume them" in outcome.message
 
 
