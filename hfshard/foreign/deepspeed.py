@@ -295,7 +295,9 @@ class _Reader:
             self._check_ranks(dict(ranks), self._count_of_ranks(states), "model")
         for one in states:
             self._check_version(one)
-            if one.groups != states[0].groups or one.frozen_shapes != states[0].frozen_shapes:
+            orders = [[list(shapes) for shapes in of_rank.groups or ()] for of_rank in (one, states[0])]
+            is_same = one.groups == states[0].groups and one.frozen_shapes == states[0].frozen_shapes
+            if not is_same or orders[0] != orders[1]:
                 raise damaged(self.folder, f"'{one.file}' and '{states[0].file}' have parameters of different shapes")
         return states
 

@@ -393,7 +393,7 @@ def _scaler(value: Any, plain: PlainValues) -> Mapping[str, Any]:
         "growth_factor": float(own["scale_factor"]),
         "backoff_factor": 1 / own["scale_factor"],
         "growth_interval": own["scale_window"],
-        "_growth_tracker": steps % own["scale_window"],
+        "_growth_tracker": (steps - 1) % own["scale_window"] if steps > 0 else 0,  # it grows a step after a full window
     }
 
 

@@ -247,6 +247,8 @@ def _is_summoned(unit: Any) -> bool:
 
 def _described(unit: Any) -> FlatParameter:
     handle = unit._handle
+    if handle._use_orig_params and handle._writeback_orig_params():  # a program has replaced `parameter.data`
+        handle._use_sharded_views()
     flat = handle.flat_param
     shard = getattr(flat, "_local_shard", flat).detach()
     local = shard[: shard.numel() - flat._shard_numel_padded]

@@ -131,14 +131,19 @@ def has_partitioned(model: nn.Module) -> bool:
 
 
 def refresh_masters(model: nn.Module) -> None:
-    """Let an engine of DeepSpeed step on the weights that were loaded into it, without ZeRO-3, which has them already.
+    """Let DeepSpeed step on the weights that were loaded into its engine, or a module in it, except under ZeRO-3.
 
-    Otherwise its next step brings the old ones back.
+    Otherwise its next step brings the old ones back. ZeRO-3 has the loaded ones already.
     """
     if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
         refresh = getattr(model.optimizer, "refresh_fp32_params", None)
         if refresh is not None and not hasattr(model.optimizer, "fp32_partitioned_groups_flat"):
             refresh()
+        return
+    for parameter in model.parameters():
+        master = getattr(parameter, "_hp_mapping", None)  # of ZeRO 1 and 2: this rank's part, if it has one
+        if master is not None:
+            master.update_hp()
 
 
 def _is_gathered(parameter: Any) -> bool:

@@ -154,6 +154,16 @@ def test_order_is_that_of_the_flat_group_and_names_are_in_that_of_the_model(tmp_
     assert list(table.tensors) == [*BUFFERS, "embed", *FROZEN, "up"]
 
 
+def test_ranks_with_other_orders_of_a_group_are_refused(tmp_path: Path) -> None:
+    files = contents(3, 2)
+    first = files[MODEL_1]["param_shapes"][0]
+    files[MODEL_1]["param_shapes"][0] = dict(reversed(list(first.items())))
+    write(tmp_path, files)
+
+    with pytest.raises(DamagedCheckpointError, match="parameters of different shapes"):
+        read_deepspeed(str(tmp_path))
+
+
 def test_frozen_parameters_that_were_left_out_are_no_error(tmp_path: Path) -> None:
     files = contents(3, 2)
     for name in (MODEL_0, MODEL_1):

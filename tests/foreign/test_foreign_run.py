@@ -54,7 +54,7 @@ def test_states_are_joined_by_the_names_of_parameters(
     if "sub_group" not in options:  # there, all sub-groups are the first group's
         assert run.optimizer.slots == {name: {"step": torch.tensor(2.0)} for name in EVERYTHING}
     assert (run.step, run.extra) == (7, {"mine": {"loss": 0.5}})
-    scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 1}
+    scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 0}
     assert run.parts == {"scheduler": {"last_epoch": 2}, "scaler": scaler}
     assert len(run.files) == len(files)
 

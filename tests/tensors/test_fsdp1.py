@@ -51,6 +51,18 @@ def look_at(rank: int, way: str) -> None:
             assert known[id(member.parameter)].endswith(member.name)
 
 
+def replace_data(rank: int) -> None:
+    """What a program has put in place of a part is the part, and a load replaces it."""
+    built = wrapped("parts", nn.Linear(3, 2))
+    for parameter in built.parameters():
+        parameter.data = torch.full_like(parameter.data, 7.0)
+    parts = flat_members(built)
+    assert all(one.tensor.local.eq(7).all() for one in parts.values())
+    for one in parts.values():
+        one.load(torch.zeros(tuple(one.tensor.shape)))
+    assert all(one.eq(0).all() for one in gathered(built).values())
+
+
 def refuse(rank: int) -> None:
     image = nn.Conv2d(2, 3, 2)
     image.weight.data = image.weight.data.contiguous(memory_format=torch.channels_last)
@@ -65,6 +77,7 @@ def refuse(rank: int) -> None:
 def look(rank: int) -> None:
     for way in ("parts", "flat"):
         look_at(rank, way)
+    replace_data(rank)
     refuse(rank)
 
 

@@ -16,7 +16,7 @@ from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor, PartOfParameter
 from hfshard.tensors.parameter_names import unwrap, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import assign, collect_state_dict, parts_of_parameters
-from hfshard.tensors.zero3 import RUN_REMEDY, PartitionedParameter
+from hfshard.tensors.zero3 import RUN_REMEDY, PartitionedParameter, refresh_masters
 from hfshard.training.state.optimizer import with_groups
 from hfshard.training.state.pending_loads import PendingLoad
 
@@ -65,6 +65,8 @@ def assign_run_tensors(module: nn.Module, tensors: Mapping[str, Any], masters: M
         if id(own[name]) in masters:
             masters[id(own[name])].fill(tensors[name])
     assign(module, tensors)
+    if not masters:
+        refresh_masters(module)
 
 
 def keep_parts(module: nn.Module, masters: Masters) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -72,6 +74,8 @@ def keep_parts(module: nn.Module, masters: Masters) -> list[tuple[torch.Tensor, 
     parts = [part for part in _parts_of(module).values() if isinstance(part, PartitionedParameter)]
     held = [one for part in parts for one in (part.tensor.local, part.target.local, part.parameter.data)]
     held += [masters[id(one)].local for one in module.parameters() if id(one) in masters]
+    known = (getattr(one, "_hp_mapping", None) for one in module.parameters())
+    held += [one.hp_fragment for one in known if one is not None and not masters]
     return [(one, one.clone()) for one in held]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hfshard
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.flows.resume_trainings import as_launched
@@ -67,6 +68,7 @@ def save_runs(rank: int, place: Path) -> None:
         for variant in VARIANTS:
             save_run(rank, place, variant)
         refuse_runs(place)
+        load_without_optimizer(place)
         restore_sharded(place)
 
 
@@ -116,6 +118,23 @@ def refuse_runs(place: Path) -> None:
     refused("its loss scale, which changes from step to step")
     engine.optimizer.dynamic_loss_scale = False
     assert not list((place / "refused").rglob("*.safetensors"))
+
+
+def load_without_optimizer(place: Path) -> None:
+    """Load weights into the module of an engine: DeepSpeed's next step starts from them."""
+    run = place / "stage-1" / "run"
+    engine = engine_of("stage-1")
+    for load in (
+        lambda: hfshard.load_model(engine.module, run / f"checkpoint-{STEP:08}"),
+        lambda: CheckpointManager(run).restore(TrainingState(model=engine.module), strict=False),
+    ):
+        train(engine, 20)
+        load()
+        truth = read_truth(place / "stage-1")
+        assert_same(
+            {f"master/{name}": one for name, one in masters(engine).items()},
+            {name: one for name, one in truth.items() if name.startswith("master/")},
+        )
 
 
 def restore_sharded(place: Path) -> None:
