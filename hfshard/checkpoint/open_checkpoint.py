@@ -215,6 +215,18 @@ WhenOpen = Callable[[OpenCheckpoint], None]
 """Function that reads other files of a checkpoint; if it raises CheckpointChangedError, everything is opened again."""
 
 
+def _reject_casts() -> None:
+    """Reject to read where torch's functions return other dtypes than they are asked for: bytes would be misread."""
+    for asked in (torch.float32, torch.bfloat16):
+        made = torch.empty(0, dtype=asked, device="cpu").dtype
+        if made != asked:
+            raise InvalidArgumentError(
+                f"torch.empty returns {made} for {asked} here, as inside deepspeed.zero.Init, so that bytes would be "
+                "misread. Nothing was loaded. Build the model in that block, and load after it: "
+                "hfshard.load_model(model, path)."
+            )
+
+
 @contextmanager
 def open_checkpoint(
     directory: str | Folder,
@@ -255,11 +267,13 @@ def open_checkpoint(
 
     Raises:
         CheckpointNotFoundError: There are no weights.
-        InvalidArgumentError: `key` does not identify the weights of a pickle; or there is no single pickle for a `key`.
+        InvalidArgumentError: `key` does not identify the weights of a pickle; or there is no single pickle for a `key`;
+            or torch's functions are made to return other dtypes here, as inside `deepspeed.zero.Init`.
         CheckpointChangedError: It kept changing.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
     """
     check_verify_level(verify)
+    _reject_casts()
     names = WeightNames(variant, base)
     folder = as_folder(directory)
 

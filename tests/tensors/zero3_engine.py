@@ -72,9 +72,10 @@ def outcomes(folder: Path, model: Net, engine: Any, optimizer: Any) -> dict[str,
         **{f"run: {name}": call for name, call in zero3.saves_of_runs(model, folder / "runs").items()},
         **zero3.restores(model, folder / "run", folder / "old.pt"),
         "save_model of an engine": lambda: hfshard.save_model(engine, out),
-        "run: with an optimizer": lambda: CheckpointManager(folder / "runs").save(2, state),
+        "run: with an optimizer": lambda: CheckpointManager(folder / "optimized").save(2, state),
         "run: of an optimizer": lambda: CheckpointManager(out).save(1, TrainingState(optimizer=engine.optimizer)),
         "born so": lambda: born_partitioned(folder / "whole"),
+        "born so, loaded after it": lambda: born_and_loaded(folder / "whole"),
         "installed": lambda: installed.save_pretrained(out),
     }
     with hfshard.install(quiet=True):
@@ -84,6 +85,14 @@ def outcomes(folder: Path, model: Net, engine: Any, optimizer: Any) -> dict[str,
 def born_partitioned(saved: Path) -> None:
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         Net.from_pretrained(saved)
+
+
+def born_and_loaded(saved: Path) -> None:
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        model = Net()
+    hfshard.load_model(model, saved)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        assert all(bool((one == 1).all()) for one in model.state_dict().values())
 
 
 def uses(folder: Path, model: Net, engine: Any) -> dict[str, object]:
