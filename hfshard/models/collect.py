@@ -30,7 +30,7 @@ from hfshard.tensors.state_dict import (
 )
 from hfshard.tensors.stored_tensor import is_torch_tensor_type, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors
-from hfshard.tensors.zero3 import reject_partitioned, with_partitioned
+from hfshard.tensors.zero3 import is_partitioned, reject_partitioned, with_partitioned
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tup
 
 def _parameters_of(model: PreTrainedModel) -> int:
     """Return a model's parameter count, also if ranks have parts of it: then transformers would miscount."""
-    return count_parameters(model) if has_parts(model) else model.num_parameters()
+    is_miscounted = has_parts(model) or any(map(is_partitioned, model.parameters()))
+    return count_parameters(model) if is_miscounted else model.num_parameters()
 
 
 def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:

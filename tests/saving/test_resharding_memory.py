@@ -38,6 +38,7 @@ def measure(kind: str, total_mib: int, folder: str) -> None:
     source, target = os.path.join(folder, "source"), os.path.join(folder, "target")
     hfshard.save_state_dict({"warm": torch.ones(10)}, os.path.join(folder, "warm"))
     hfshard.reshard_checkpoint(os.path.join(folder, "warm"), os.path.join(folder, "warmer"))
+    hfshard.reshard_checkpoint(os.path.join(folder, "warm"), os.path.join(folder, "warm"), low_disk=True)
     rows = total_mib * MIB // TENSORS // 4 // 1024
     state_dict = {f"layer.{i}.weight": torch.full((rows, 1024), float(i)) for i in range(TENSORS)}
     if kind == "bin":
