@@ -311,7 +311,7 @@ def _owners(storages: Set[int]) -> dict[int, torch.Tensor]:
     return found
 
 
-def _partitioned_among(objects: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]:
+def _partitioned_among(objects: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     modules = [one for one in objects if issubclass(type(one), nn.Module)]
     children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     for module in modules:
