@@ -27,6 +27,7 @@ from hfshard.models.module_weights import is_spread
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.tensors.parameter_names import strip_compiled
 from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.stored_tensor import storage_id
 from hfshard.tensors.zero3 import has_partitioned
 
 _COPIES: Final = frozenset(("contiguous", "clone", "detach"))
@@ -86,7 +87,7 @@ class _Tracer(TorchFunctionMode):
         if name in _COPIES:
             return args[0]
         result = func(*args, **(kwargs or {}))
-        read = [self._sources.get(_storage_id(tensor), frozenset()) for tensor in _tensors_in((args, kwargs))]
+        read = [self._sources.get(storage_id(tensor), frozenset()) for tensor in _tensors_in((args, kwargs))]
         sources = frozenset[str]().union(*read)
         if sources:
             for tensor in _tensors_in((result, kwargs.get("out") if kwargs else None)):
@@ -97,24 +98,24 @@ class _Tracer(TorchFunctionMode):
 
     def describe(self, result: torch.Tensor) -> ConvertedTensor:
         """Describe a result in terms of its sources."""
-        sources = self._sources.get(_storage_id(result), frozenset())
+        sources = self._sources.get(storage_id(result), frozenset())
         window = None
-        if len(sources) == 1 and _storage_id(result) not in self._computed:
+        if len(sources) == 1 and storage_id(result) not in self._computed:
             window = _rectangle(self._metas[next(iter(sources))], result)
         in_order = tuple(sorted(sources, key=self._order.__getitem__))
         return ConvertedTensor(tuple(result.shape), result.dtype, in_order, window)
 
     def _know_new(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
-        if _storage_id(tensor) not in self._sources:
+        if storage_id(tensor) not in self._sources:
             self._know_written(tensor, sources)
 
     def _know_written(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
         self._know(tensor, sources)
-        self._computed.add(_storage_id(tensor))
+        self._computed.add(storage_id(tensor))
 
     def _know(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
         self._kept.append(tensor.untyped_storage())
-        self._sources[_storage_id(tensor)] = sources
+        self._sources[storage_id(tensor)] = sources
 
 
 def _rectangle(source: torch.Tensor, result: torch.Tensor) -> tuple[Interval, ...] | None:
@@ -145,10 +146,6 @@ def _coordinate(source: torch.Tensor, offset: int) -> Iterator[int]:
 def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of dimensions larger than one."""
     return tuple(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-
-
-def _storage_id(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

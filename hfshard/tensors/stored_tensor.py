@@ -167,6 +167,11 @@ def _has_memory(value: torch.Tensor) -> bool:
         return False
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return what distinguishes a tensor's storage while it is there, also one without elements or an address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def is_torch_tensor_type(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether it is torch's own tensor, not a wrapper whose memory is elsewhere."""
     return type(value) in _PLAIN_TYPES

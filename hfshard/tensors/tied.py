@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.tensors.parameter_names import without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import is_dtensor, local_tensor
-from hfshard.tensors.stored_tensor import check_initialized, is_torch_tensor_type
+from hfshard.tensors.stored_tensor import check_initialized, is_torch_tensor_type, storage_id
 
 Place = tuple[nn.Module, str]
 """A module, and the name that it has for one of its parameters or buffers."""
@@ -79,7 +79,7 @@ def _address(tensor: Tensor | PartOfTensor) -> int | tuple[int, int]:
 
 
 def _storage_and_offset(tensor: Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # a storage's only identity without an address
+    return storage_id(tensor), int(tensor.storage_offset())
 
 
 def _identity(tensor: Tensor | PartOfTensor) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 from hfshard.errors import HfshardError, InvalidArgumentError, UnstorableTensorError
 from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor, PartOfParameter
 from hfshard.tensors.parameter_names import strip_wrappers, unwrap, without_wrappers, wrapped_prefixes
-from hfshard.tensors.stored_tensor import is_torch_tensor_type
+from hfshard.tensors.stored_tensor import is_torch_tensor_type, storage_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,10 +108,10 @@ def with_partitioned(tensors: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(tensors)
     if "deepspeed" in sys.modules and dist.is_available() and dist.is_initialized():
         empty = {name: value for name, value in tensors.items() if is_partitioned(value) or _is_empty(value)}
-        owners = _owners({_storage(value) for value in empty.values()})
+        owners = _owners({storage_id(value) for value in empty.values()})
         parts: dict[int, FlatTensor] = {}
         for name, value in empty.items():
-            parameter = owners.get(_storage(value))
+            parameter = owners.get(storage_id(value))
             if parameter is not None and _has_ranks(parameter):
                 _reject_untold(name, parameter, "save")
                 if id(parameter) not in parts:
@@ -265,12 +265,12 @@ def _empty_copies(tensors: Mapping[str, Any]) -> list[str]:
     full_names: set[str] = set()
     for name, parameter in _partitioned_in_process():
         full_names |= {name, strip_wrappers(name)}
-        storages.add(_storage(parameter))
+        storages.add(storage_id(parameter))
     endings = {ending for name in full_names for ending in _endings(name)}
     return [
         name
         for name, tensor in empty.items()
-        if _storage(tensor) in storages or name in endings or not full_names.isdisjoint(_endings(name))
+        if storage_id(tensor) in storages or name in endings or not full_names.isdisjoint(_endings(name))
     ]
 
 
@@ -305,9 +305,9 @@ def _owners(storages: Set[int]) -> dict[int, torch.Tensor]:
     """Find the partitioned parameters that have these storages; what the process froze stays so if it has none."""
     found: dict[int, torch.Tensor] = {}
     if storages:
-        found = {_storage(parameter): parameter for _, parameter in _partitioned_among(gc.get_objects())}
+        found = {storage_id(parameter): parameter for _, parameter in _partitioned_among(gc.get_objects())}
         if not storages <= found.keys() and gc.get_freeze_count():
-            found = {_storage(parameter): parameter for _, parameter in _partitioned_in_process()}
+            found = {storage_id(parameter): parameter for _, parameter in _partitioned_in_process()}
     return found
 
 
@@ -324,7 +324,3 @@ def _endings(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.partition(".")[2]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # a tensor without elements has no address

@@ -23,7 +23,7 @@ from hfshard.foreign.foreign_run import ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.file_names import WeightNames
 from hfshard.pickles.plain_values import NotStored
-from hfshard.tensors.stored_tensor import TensorLike
+from hfshard.tensors.stored_tensor import TensorLike, storage_id
 from hfshard.training.restoring.read_state import StateLayouts, read_local_parts
 from hfshard.training.state.optimizer import BY_OPTIONS
 from hfshard.training.state.reordering import find_in
@@ -125,7 +125,7 @@ class NamedRun:
         first: dict[int, str] = {}
         aliases = {}
         for name, tensor in tensors.items():
-            kept = first.setdefault(_storage(tensor), name)
+            kept = first.setdefault(storage_id(tensor), name)
             if kept != name:
                 aliases[name] = kept
         found = {name: self._tensors[storage] for storage, name in first.items()}
@@ -154,7 +154,7 @@ class NamedRun:
 
     def _described(self, tensor: ForeignTensor) -> torch.Tensor:
         described = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        self._tensors[_storage(described)] = tensor
+        self._tensors[storage_id(described)] = tensor
         self._held.append(described)  # as long as it is there, no other has its storage
         return described
 
@@ -162,7 +162,3 @@ class NamedRun:
 def is_unread(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a tensor on the meta device, in place of one of a run."""
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # a tensor without elements has no address
