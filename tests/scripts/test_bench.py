@@ -127,11 +127,11 @@ def test_every_question_runs_with_every_peer(
     run([*place, "--device", "cuda"], child_environment)
     figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     of_one_process = ["save", "load", "reshard", "foreign", "verify", "small", "tiny", "imports", "push"]
-    others = ["stores", "distributed", "node", "ranks", "gpu"]
+    others = ["stores", "distributed", "zero3", "node", "ranks", "gpu"]
     assert list(figures) == [*of_one_process, *others]
     not_run = {name for data in figures.values() for name in data["skipped"]}
     optional = ("fastsafetensors", "runai", "instanttensor", "pinned copy", "sync", "dcp")
-    without_deepspeed = ("bin zero", "safetensors zero", "hfshard zero", "hfshard-none zero", "merge-weights")
+    without_deepspeed = ("bin zero", "safetensors zero", "hfshard zero", "hfshard-none zero", "merge-weights", "zero3 ")
     on_gpu = ("transformers", "hfshard load", "hfshard save", "limit")
     assert [name for name in not_run if not name.startswith(optional + without_deepspeed + on_gpu)] == []
 

@@ -57,7 +57,7 @@ def save_tiny(rank: int, place: Path) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     sys.path.insert(0, SCRIPTS)
-    from bench.questions.distributed import measure
+    from bench.harness.group_saves import measure
 
     mesh = init_device_mesh("cpu", (2,))
     state = {

@@ -24,6 +24,7 @@ QUESTIONS = (
     "push",
     "stores",
     "distributed",
+    "zero3",
     "node",
     "ranks",
     "gpu",

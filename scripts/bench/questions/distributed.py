@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
-import os
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from bench.harness.figures import (
@@ -30,16 +24,14 @@ from bench.harness.figures import (
     show_ratio,
     spread,
 )
-from bench.harness.inputs import make_source, written
-from bench.harness.processes import COUNT, Processes, free_port, join_group, number_in
-from bench.harness.question import Context, Job, Peer, Question
+from bench.harness.group_saves import Save, prepare_ranks, save_when_told, shares, show_megabytes
+from bench.harness.inputs import make_source
+from bench.harness.processes import COUNT, join_group
+from bench.harness.question import Context, Peer, Question
 
 BASE, DCP = "transformers", "torch DCP"
 FACTORS = {"hfshard sha256": (0.35, 1.0), "hfshard none": (0.2, 0.6)}
 """Peer -> times to aim at: of transformers' gather, and of DCP."""
-LOGGER_OF_SENT = "hfshard.distributed.exchange"
-
-Save = Callable[[], object]
 
 
 def peers(context: Context) -> list[Peer]:
@@ -50,25 +42,10 @@ def peers(context: Context) -> list[Peer]:
         "hfshard sha256": "hfshard, sha256",
         "hfshard none": "hfshard, no checksum",
     }
-    return [Peer(key, title, partial(_prepare, key=key), base=BASE) for key, title in titles.items()]
-
-
-def _prepare(context: Context, key: str) -> Job:
-    """Start the ranks, each a new interpreter, and give the job that lets them go."""
-    ranks = Processes(save_on_rank, context, key, free_port(), method="spawn")
-    ranks.answers()
-    measured: list[dict[str, Any]] = []
-
-    def save() -> None:
-        ranks.tell("go")
-        measured.extend(ranks.answers())
-
-    def result() -> dict[str, Any]:
-        ranks.end()
-        by_rank = {key: [one[key] for one in measured] for key in ("seconds", "peak", "written", "sent")}
-        return {**written(context), **by_rank}
-
-    return Job([("save", save)], result)
+    return [
+        Peer(key, title, partial(prepare_ranks, key=key, on_rank=save_on_rank), base=BASE)
+        for key, title in titles.items()
+    ]
 
 
 def save_on_rank(pipe: Connection, rank: int, context: Context, peer: str, port: int) -> None:
@@ -81,13 +58,7 @@ def save_on_rank(pipe: Connection, rank: int, context: Context, peer: str, port:
     model: Any = LlamaForCausalLM.from_pretrained(context.source, distributed_config=DistributedConfig(fsdp_size=COUNT))
     for parameter in model.parameters():
         parameter.to_local().sum().item()  # all of its pages are in memory then
-    save = SAVES[peer](context, model, rank)
-    gc.collect()
-    pipe.send("ready")
-    pipe.recv()
-    pipe.send(measure(save, flushes=peer.startswith("hfshard")))
-    pipe.recv()  # the rank that keeps the store waits for the others, too
-    os._exit(0)
+    save_when_told(pipe, SAVES[peer](context, model, rank), flushes=peer.startswith("hfshard"))
 
 
 def _by_transformers(context: Context, model: Any, rank: int) -> Save:
@@ -134,67 +105,6 @@ SAVES: dict[str, Callable[[Context, Any, int], Save]] = {
 }
 
 
-def measure(save: Save, *, flushes: bool) -> dict[str, Any]:
-    """Save together with the other ranks.
-
-    Args:
-        save: On every rank.
-        flushes: Whether it does; else the disk is flushed in the end, which counts.
-
-    Returns:
-        Seconds, and bytes: "peak" (resident, beyond those before), "written", "sent" (tensors, to other ranks).
-    """
-    import torch.distributed as dist
-
-    sent = _Sent()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    resident = number_in("status", "VmRSS")
-    before = number_in("io", "write_bytes")
-    begin = time.perf_counter()
-    save()
-    if not flushes:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.sync()
-        dist.barrier()
-    return {
-        "seconds": time.perf_counter() - begin,
-        "peak": (number_in("status", "VmHWM") - resident) * 1024,
-        "written": number_in("io", "write_bytes") - before,
-        "sent": sent.stop(),
-    }
-
-
-class _Sent(logging.Handler):
-    """Counts the bytes that the exchange has sent to other ranks, as it logs in the end."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self._bytes = 0
-        self._logger = logging.getLogger(LOGGER_OF_SENT)
-        self._level = self._logger.level
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.DEBUG)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the count of all orders so far."""
-        assert isinstance(record.args, tuple) and isinstance(record.args[0], int)
-        self._bytes = record.args[0]
-
-    def stop(self) -> int:
-        """Listen no more, and return the bytes."""
-        self._logger.removeHandler(self)
-        self._logger.setLevel(self._level)
-        return self._bytes
-
-
-def _shares(data: Data, name: str, field: str, *, of_all: bool = False) -> list[float]:
-    """The highest figure of any rank in each run, or the sum of all, as a share of the model."""
-    gather = sum if of_all else max
-    return [gather(run["result"][field]) / data["bytes"] for run in runs_of(data, name)]
-
-
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
     titles = [
@@ -219,19 +129,15 @@ def render(data: Data) -> str:
 
 
 def _row(data: Data, name: str) -> list[str]:
-    def megabytes(field: str, *, of_all: bool = False) -> str:
-        values = _shares(data, name, field, of_all=of_all)
-        return f"{statistics.median(values) * data['bytes'] / MEGABYTE:.0f}"
-
     return [
         data["peers"][name]["title"],
         show(spread(seconds(run) for run in runs_of(data, name))),
         show_ratio(data, name, BASE),
         show_ratio(data, name, DCP),
-        megabytes("peak"),
-        megabytes("written"),
-        megabytes("written", of_all=True),
-        megabytes("sent", of_all=True) if name in FACTORS else "",
+        show_megabytes(data, name, "peak"),
+        show_megabytes(data, name, "written"),
+        show_megabytes(data, name, "written", of_all=True),
+        show_megabytes(data, name, "sent", of_all=True) if name in FACTORS else "",
     ]
 
 
@@ -240,7 +146,7 @@ def targets(data: Data) -> list[Target]:
     what = f"save on {COUNT} ranks"
 
     def cost(text: str, limit: float, field: str, *, of_all: bool = False, unit: float = 1.0) -> Target:
-        values = [value / unit for name in FACTORS for value in _shares(data, name, field, of_all=of_all)]
+        values = [value / unit for name in FACTORS for value in shares(data, name, field, of_all=of_all)]
         return at_most(f"{what}: {text}", limit, max(values, default=None))
 
     found = [

@@ -63,8 +63,8 @@ class Source(NamedTuple):
     """The checkpoint, in the directory."""
 
 
-def _model(context: Context, dtype: Any) -> Any:
-    """Build the model, the same on each rank, in a dtype."""
+def build_model(context: Context, dtype: Any) -> Any:
+    """Build the model of foreign checkpoints, the same on each rank, in a dtype."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -77,7 +77,8 @@ def _model(context: Context, dtype: Any) -> Any:
     return model
 
 
-def _loss(model: Any) -> Any:
+def loss_of(model: Any) -> Any:
+    """Run a forward pass over a few tokens."""
     import torch
 
     tokens = torch.arange(TOKENS)[None]
@@ -90,7 +91,7 @@ def _save_zero(context: Context, rank: int, place: Path, stage: int) -> None:
     import torch
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    model = _model(context, torch.bfloat16)
+    model = build_model(context, torch.bfloat16)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -99,7 +100,7 @@ def _save_zero(context: Context, rank: int, place: Path, stage: int) -> None:
         "bf16": {"enabled": True},
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
-    engine.backward(_loss(engine))
+    engine.backward(loss_of(engine))
     engine.step()
     engine.save_checkpoint(str(place))
 
@@ -113,7 +114,7 @@ def _save_dcp(context: Context, rank: int, place: Path, with_optimizer: bool) ->
     dcp: Any = import_module("torch.distributed.checkpoint")
     states: Any = import_module("torch.distributed.checkpoint.state_dict")
     torch.distributed.init_process_group("gloo")
-    model = _model(context, torch.float32)
+    model = build_model(context, torch.float32)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -121,7 +122,7 @@ def _save_dcp(context: Context, rank: int, place: Path, with_optimizer: bool) ->
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": states.get_model_state_dict(model)}
     if with_optimizer:
-        _loss(model).backward()
+        loss_of(model).backward()
         optimizer.step()
         state["optimizer"] = states.get_optimizer_state_dict(model, optimizer)
     dcp.save(state, checkpoint_id=place)
@@ -149,8 +150,8 @@ SOURCES = {
 def make_inputs(context: Context) -> None:
     """Save each checkpoint by ranks that are forks of this process, which imports for all."""
     if not context.specs.exists():
-        _write_specs(context)
-    has_deepspeed = _import_deepspeed()
+        write_untied_specs(context)
+    has_deepspeed = import_deepspeed()
     for name, source in SOURCES.items():
         place = context.directory / name
         if place.exists() or (name.startswith("zero") and not has_deepspeed):
@@ -166,15 +167,16 @@ def make_inputs(context: Context) -> None:
             raise RuntimeError(f"{source.title}: a rank has failed, and says why above")
 
 
-def _write_specs(context: Context) -> None:
+def write_untied_specs(context: Context) -> None:
+    """Write names and shapes of the model's tensors."""
     import torch
 
     with torch.device("meta"):
-        state_dict = _model(context, torch.bfloat16).state_dict()
+        state_dict = build_model(context, torch.bfloat16).state_dict()
     context.specs.write_text(json.dumps([(name, list(tensor.shape)) for name, tensor in state_dict.items()]))
 
 
-def _import_deepspeed() -> bool:
+def import_deepspeed() -> bool:
     """Import DeepSpeed for a CPU, without its communication in shared memory, which wants a compiler."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
@@ -242,7 +244,7 @@ def _prepare(context: Context, name: str, tool: str) -> Job:
 
 def _by_script(place: Path, _: Path, context: Context, **options: Any) -> Callable[[], object]:
     """DeepSpeed's script that is saved along with a checkpoint."""
-    _import_deepspeed()
+    import_deepspeed()
     for module in ("runtime.fp16.loss_scaler", "runtime.zero.config", "utils.tensor_fragment"):
         import_module(f"deepspeed.{module}")  # which the files name: before the clock starts
     tool = import_module("deepspeed.utils.zero_to_fp32").convert_zero_checkpoint_to_fp32_state_dict
