@@ -217,6 +217,8 @@ class _Reader:
         self.layers: dict[int, str] = {}
         self.tensors: dict[str, ForeignTensor] = {}
         self.aliases: dict[str, str] = {}
+        self.trained: dict[str, ForeignTensor] = {}
+        """Parameter with a master -> its weight in the model's file or in a layer's."""
         self.kind = "without ZeRO"
         self.version: tuple[str, str] | None = None
         """A file, and the version of DeepSpeed that wrote it."""
@@ -256,6 +258,7 @@ class _Reader:
             identities=self.files.identities,
             aliases=self.aliases,
             records=self.files.records,
+            trained=self.trained,
         )
 
     def read_run(self) -> ForeignRun:
@@ -270,7 +273,7 @@ class _Reader:
                 f"the file, which is matched by order: '{path}'. For the weights alone: hfshard convert --weights.",
                 path=path,
             )
-        table = replace(weights, tensors=self.state, aliases={}) if self.groups else None
+        table = replace(weights, tensors=self.state, aliases={}, trained={}) if self.groups else None
         return ForeignRun(
             weights=weights,
             optimizer=None if table is None else ForeignOptimizer(table, tuple(self.groups), self.slots),
@@ -419,6 +422,8 @@ class _Reader:
             weight = (first.weights or {}).get(name)
             if weight is not None and weight.tensor.shape != tensor.shape:
                 raise damaged(self.folder, f"'{first.file}' has two shapes of parameter '{name}'", name)
+            if weight is not None:
+                self.trained[name] = weight.complete()
         return found
 
     def _partitions(self, rank: int) -> list[OptimizerStates]:
@@ -583,7 +588,10 @@ class _Reader:
                 self.aliases |= {f"{number}.{name}": f"{_TIED}{tied_to}.{name}" for name in pieces}
                 continue
             for name, piece in pieces.items():
-                self.tensors.setdefault(f"{number}.{name}", piece.complete())
+                weight = piece.complete()
+                master = self.tensors.setdefault(f"{number}.{name}", weight)
+                if self.optimizers and master is not weight and master.shape == weight.shape:
+                    self.trained[f"{number}.{name}"] = weight
 
     def _tied_key(
         self, number: int, pieces: Mapping[str, Piece], tied: Mapping[str, Mapping[str, tuple[int, ...]]]
