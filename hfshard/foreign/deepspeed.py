@@ -44,9 +44,9 @@ from hfshard.foreign.deepspeed_files import (
     Progress,
     Shapes,
     StateFiles,
-    damaged,
 )
 from hfshard.foreign.deepspeed_partitions import SplitGroups, SplitParameters, join_frozen
+from hfshard.foreign.described_values import damaged, missing_rank
 from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.format.file_names import is_safe_file_name
 
@@ -642,13 +642,8 @@ class _Reader:
             )
         for rank in range(count):
             if rank not in files:
-                present = shorten_list([str(one) for one in sorted(files)], _SHOWN)
                 name = files[min(files)].replace(f"_pp_rank_{min(files)}_", f"_pp_rank_{rank}_")
-                raise MissingShardError(
-                    f"'{self.folder}' has the {what} files of ranks {present} of {count}: that of rank {rank} "
-                    f"('{name}') is missing. Copy it there: every rank's disk may have its own.",
-                    path=os.path.join(self.folder, name),
-                )
+                raise missing_rank(self.folder, f"{what} files", files, count, rank, name)
 
     def _missing(self, name: str, what: str) -> MissingShardError:
         return MissingShardError(
