@@ -48,7 +48,8 @@ def verify_checkpoint(
         variant, subfolder: As in `from_pretrained`. With a variant, only its weights and configs are checked.
         level: "structure": names, sizes, headers and, in a directory, fingerprints; "full": the checksum of every file
             too. Safetensors files that hfshard did not write have none, which is a warning. For .bin files, the
-            checksums in the zip are compared.
+            checksums in the zip are compared. Of DeepSpeed's ZeRO 1 and 2, each weight must be the cast of its float32
+            master, which finds model and optimizer files of different saves if a weight changed between them.
         public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file of
             the directory or below the address (`model.sig`); changed, missing and added files are reported. None:
             signatures are not checked.

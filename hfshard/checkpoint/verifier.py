@@ -320,6 +320,8 @@ class Verifier:
                 foreign = checkpoint.foreign
                 assert foreign is not None
                 self.files.extend(foreign.table.sizes)
+                if self.level == "full":
+                    foreign.check_trained()
                 if self.level == "full" and foreign.table.is_verifiable:
                     self.findings.checked_bytes = foreign.check_records(progress_callback)
                 else:

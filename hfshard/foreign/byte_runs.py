@@ -110,10 +110,13 @@ class ForeignTable:
     """Tied name -> name of the tensor with the data."""
     records: tuple[StoredRecord, ...] = ()
     """Records of the files that can be compared with a checksum."""
+    trained: Mapping[str, ForeignTensor] = field(default_factory=lambda: MappingProxyType({}))
+    """Name -> the weight as it was trained, of which `tensors` has the float32 master; each is the cast of that."""
 
     def __post_init__(self) -> None:
         """Check the table."""
-        taken = dict.fromkeys(sorted({run.file for tensor in self.tensors.values() for run in tensor.runs}), 0)
+        everything = [*self.tensors.items(), *self.trained.items()]
+        taken = dict.fromkeys(sorted({run.file for _, tensor in everything for run in tensor.runs}), 0)
         for file in taken:
             if not is_safe_file_name(file):
                 raise UnsafePathError(
@@ -127,9 +130,10 @@ class ForeignTable:
         for name in [*self.tensors, *self.aliases]:
             if not name.isprintable() or name in ("", "__metadata__"):
                 raise self._damaged(f"it has a tensor of the name {name!r:.200}")
-        for name, tensor in self.tensors.items():
+        for name, tensor in everything:
             if (problem := _problem_of(tensor, self.sizes)) is not None:
                 raise self._damaged(f"tensor '{name}' of shape {list(tensor.shape)} {problem}", fqn=name)
+        for tensor in self.tensors.values():
             for run in tensor.runs:
                 taken[run.file] += run.nbytes
         for file, nbytes in taken.items():

@@ -44,9 +44,9 @@ from hfshard.foreign.deepspeed_files import (
     Progress,
     Shapes,
     StateFiles,
-    damaged,
 )
 from hfshard.foreign.deepspeed_partitions import SplitGroups, SplitParameters, join_frozen
+from hfshard.foreign.described_values import damaged, missing_rank
 from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.format.file_names import is_safe_file_name
 
@@ -217,6 +217,8 @@ class _Reader:
         self.layers: dict[int, str] = {}
         self.tensors: dict[str, ForeignTensor] = {}
         self.aliases: dict[str, str] = {}
+        self.trained: dict[str, ForeignTensor] = {}
+        """Parameter with a master -> its weight in the model's file or in a layer's."""
         self.kind = "without ZeRO"
         self.version: tuple[str, str] | None = None
         """A file, and the version of DeepSpeed that wrote it."""
@@ -256,6 +258,7 @@ class _Reader:
             identities=self.files.identities,
             aliases=self.aliases,
             records=self.files.records,
+            trained=self.trained,
         )
 
     def read_run(self) -> ForeignRun:
@@ -270,7 +273,7 @@ class _Reader:
                 f"the file, which is matched by order: '{path}'. For the weights alone: hfshard convert --weights.",
                 path=path,
             )
-        table = replace(weights, tensors=self.state, aliases={}) if self.groups else None
+        table = replace(weights, tensors=self.state, aliases={}, trained={}) if self.groups else None
         return ForeignRun(
             weights=weights,
             optimizer=None if table is None else ForeignOptimizer(table, tuple(self.groups), self.slots),
@@ -419,6 +422,8 @@ class _Reader:
             weight = (first.weights or {}).get(name)
             if weight is not None and weight.tensor.shape != tensor.shape:
                 raise damaged(self.folder, f"'{first.file}' has two shapes of parameter '{name}'", name)
+            if weight is not None:
+                self.trained[name] = weight.complete()
         return found
 
     def _partitions(self, rank: int) -> list[OptimizerStates]:
@@ -583,7 +588,10 @@ class _Reader:
                 self.aliases |= {f"{number}.{name}": f"{_TIED}{tied_to}.{name}" for name in pieces}
                 continue
             for name, piece in pieces.items():
-                self.tensors.setdefault(f"{number}.{name}", piece.complete())
+                weight = piece.complete()
+                master = self.tensors.setdefault(f"{number}.{name}", weight)
+                if self.optimizers and master is not weight and master.shape == weight.shape:
+                    self.trained[f"{number}.{name}"] = weight
 
     def _tied_key(
         self, number: int, pieces: Mapping[str, Piece], tied: Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -634,13 +642,8 @@ class _Reader:
             )
         for rank in range(count):
             if rank not in files:
-                present = shorten_list([str(one) for one in sorted(files)], _SHOWN)
                 name = files[min(files)].replace(f"_pp_rank_{min(files)}_", f"_pp_rank_{rank}_")
-                raise MissingShardError(
-                    f"'{self.folder}' has the {what} files of ranks {present} of {count}: that of rank {rank} "
-                    f"('{name}') is missing. Copy it there: every rank's disk may have its own.",
-                    path=os.path.join(self.folder, name),
-                )
+                raise missing_rank(self.folder, f"{what} files", files, count, rank, name)
 
     def _missing(self, name: str, what: str) -> MissingShardError:
         return MissingShardError(

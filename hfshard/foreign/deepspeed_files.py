@@ -11,10 +11,11 @@ from typing import Any, Final, TypeVar
 import torch
 
 from hfshard.disk.safe_open import Identity
-from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError
+from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTensor, StoredRecord
 from hfshard.foreign.described_values import (
     MALFORMED,
+    damaged,
     parse_count,
     parse_dict,
     parse_shape,
@@ -363,17 +364,6 @@ class StateFiles:
                 raise
             except MALFORMED as error:
                 raise damaged(path, f"it is not as DeepSpeed writes it ({error!r:.200})") from error
-
-
-def damaged(
-    path: str, problem: str, fqn: str | None = None, *, hint: str = "Copy it again from where it was saved."
-) -> DamagedCheckpointError:
-    """Build the error for a file or directory that is not as DeepSpeed writes it."""
-    return DamagedCheckpointError(
-        f"'{path}' cannot be read: {problem}. Nothing was loaded. {hint}",
-        path=path,
-        fqn=fqn,
-    )
 
 
 def _is_flat(file: DescribedFile, value: Any) -> bool:

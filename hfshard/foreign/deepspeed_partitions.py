@@ -12,7 +12,8 @@ import torch
 
 from hfshard._util.text import shorten_list
 from hfshard.foreign.byte_runs import ByteRun, ForeignTensor
-from hfshard.foreign.deepspeed_files import ModelStates, OptimizerStates, Piece, Shapes, damaged
+from hfshard.foreign.deepspeed_files import ModelStates, OptimizerStates, Piece, Shapes
+from hfshard.foreign.described_values import damaged
 
 _ALIGNMENT: Final = 2
 """A group of ZeRO 1 and 2 is padded to a multiple of this per rank."""

@@ -1,14 +1,16 @@
-"""Values of described pickles, checked one by one, and the classes that a file may name."""
+"""Values of described pickles, checked one by one, the classes that a file may name, and errors of ranks' files."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
-from hfshard.errors import UnsafePickleError
+from hfshard._util.text import shorten_list
+from hfshard.errors import DamagedCheckpointError, MissingShardError, UnsafePickleError
 from hfshard.pickles.described_file import meaning
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
 
@@ -20,6 +22,9 @@ _MOST_DIMENSIONS: Final = 64
 
 _NUMBER_BITS: Final = 63
 """Of a number of bytes or elements; a file may have numbers of any length."""
+
+_SHOWN: Final = 8
+"""The most ranks in a message."""
 
 
 def reject_other_names(names: Iterable[str], admitted: re.Pattern[str], path: str, needed_by: str) -> None:
@@ -83,3 +88,28 @@ def parse_shape(value: Any) -> tuple[int, ...]:
     if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMENSIONS:
         raise TypeError(f"a {type(numbers).__name__} in place of sizes, or too many")
     return tuple(map(parse_count, numbers))
+
+
+def damaged(
+    path: str, problem: str, fqn: str | None = None, *, hint: str = "Copy it again from where it was saved."
+) -> DamagedCheckpointError:
+    """Build the error for a file or directory that is not as its framework writes it."""
+    return DamagedCheckpointError(f"'{path}' cannot be read: {problem}. Nothing was loaded. {hint}", path=path, fqn=fqn)
+
+
+def missing_rank(folder: str, what: str, present: Iterable[int], count: int, rank: int, name: str) -> MissingShardError:
+    """Build the error for the file of a rank that is missing.
+
+    Args:
+        folder: It has the others' files.
+        what: Their kind, such as "model files".
+        present: The ranks whose files are there.
+        count: The number of ranks.
+        rank, name: The missing file.
+    """
+    ranks = shorten_list([str(one) for one in sorted(present)], _SHOWN)
+    return MissingShardError(
+        f"'{folder}' has the {what} of ranks {ranks} of {count}: that of rank {rank} ('{name}') is missing. Copy it "
+        "there: every rank's disk may have its own.",
+        path=os.path.join(folder, name),
+    )

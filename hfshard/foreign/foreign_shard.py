@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
 from itertools import accumulate
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard.constants import COPY_BYTES
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
-from hfshard.foreign.byte_runs import ByteRun, ForeignTable, StoredRecord
+from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
 from hfshard.format.header import build_header
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard_file import PooledFile, open_or_evict
@@ -101,6 +102,26 @@ class ForeignShard(RangedShard):
             self._runs.check(record, progress_callback)
         return sum(record.size for record in self.table.records)
 
+    def check_trained(self) -> None:
+        """Compare the weights as they were trained with the casts of their float32 masters, block by block.
+
+        A trainer casts the masters to the weights after each step, so those of one save are equal. This finds model and
+        optimizer files of different saves; not optimizer states of another one than the masters, nor weights that no
+        step has changed between the two.
+
+        Raises:
+            IntegrityError: A weight differs; the error names the first.
+        """
+        for name, weight in self.table.trained.items():
+            if not self._runs.is_cast(self.table.tensors[name], weight):
+                raise IntegrityError(
+                    f"'{self.path}' has files of different saves: parameter '{name}' in the model's file is not its "
+                    f"float32 master cast to {weight.dtype}. Copy the files of the model and of the optimizer from one "
+                    "save.",
+                    path=self.path,
+                    fqn=name,
+                )
+
 
 class _RunReader:
     """The bytes of the file: those of its header in memory, and those of its tensors in the directory's files."""
@@ -156,12 +177,32 @@ class _RunReader:
             tensor = self._table.tensors[self._names[number]]
             first = begin + at - self._starts[number]
             count = min(tensor.nbytes - first, len(target) - at)
-            window = target[at : at + count]
-            for run in tensor.runs:
-                if run.start < first + count and run.end > first:
-                    self._read_run(run, first, window)
+            self._read_tensor(tensor, first, target[at : at + count])
             at += count
             number += 1
+
+    def is_cast(self, master: ForeignTensor, weight: ForeignTensor) -> bool:
+        """Return whether a tensor is another one in its dtype; NaN is NaN, whatever its bits."""
+        total = prod(weight.shape)
+        step = COPY_BYTES // max(master.dtype.itemsize, weight.dtype.itemsize)
+        for at in range(0, total, step):
+            count = min(step, total - at)
+            expected = self._elements(master, at, count).to(weight.dtype)
+            actual = self._elements(weight, at, count)
+            if not bool(((actual == expected) | ((actual != actual) & (expected != expected))).all()):
+                return False
+        return True
+
+    def _elements(self, tensor: ForeignTensor, at: int, count: int) -> torch.Tensor:
+        raw = bytearray(count * tensor.dtype.itemsize)
+        self._read_tensor(tensor, at * tensor.dtype.itemsize, memoryview(raw))
+        return torch.frombuffer(raw, dtype=tensor.dtype)
+
+    def _read_tensor(self, tensor: ForeignTensor, first: int, window: memoryview) -> None:
+        """Read the bytes of a tensor from byte `first` on."""
+        for run in tensor.runs:
+            if run.start < first + len(window) and run.end > first:
+                self._read_run(run, first, window)
 
     def check(self, record: StoredRecord, progress_callback: ProgressCallback | None) -> None:
         """Compare a record with its checksum."""

@@ -22,14 +22,14 @@ from hfshard._util.text import count_of, shorten_list
 from hfshard.disk.safe_open import Identity
 from hfshard.errors import (
     AmbiguousWeightsError,
-    DamagedCheckpointError,
     HfshardError,
     InvalidArgumentError,
-    MissingShardError,
 )
 from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, ForeignTensor, StoredRecord, joined_tensor
 from hfshard.foreign.described_values import (
     MALFORMED,
+    damaged,
+    missing_rank,
     parse_count,
     parse_dict,
     parse_shape,
@@ -141,10 +141,10 @@ def read_rank_files(directory: str) -> ForeignTable:
             except HfshardError:
                 raise
             except MALFORMED as error:
-                raise _damaged(path, f"it is not a state dict as torch writes it ({error!r:.200})") from error
+                raise damaged(path, f"it is not a state dict as torch writes it ({error!r:.200})") from error
         if rank and found.keys() != parts.keys():
             other = min(found.keys() ^ parts.keys())
-            raise _damaged(path, f"it and '{files[0]}' do not both have tensor '{other}'")
+            raise damaged(path, f"it and '{files[0]}' do not both have tensor '{other}'")
         for name, some in found.items():
             parts.setdefault(name, []).extend(some)
             for part in some:
@@ -204,23 +204,18 @@ def _checked_ranks(directory: str, files: Sequence[tuple[int, int, str]]) -> lis
     """Return the file of each rank, in order."""
     worlds = sorted({world for world, _, _ in files})
     if len(worlds) > 1:
-        raise _damaged(
+        raise damaged(
             directory,
             f"it has files of {shorten_list(list(map(str, worlds)), _SHOWN)} ranks: some are leftovers of another run",
             hint="Move them away.",
         )
     by_rank = {rank: name for _, rank, name in files}
     if len(by_rank) != len(files) or any(rank >= worlds[0] for rank in by_rank):
-        raise _damaged(directory, f"its files are not one of each of {count_of(worlds[0], 'rank')}")
+        raise damaged(directory, f"its files are not one of each of {count_of(worlds[0], 'rank')}")
     for rank in range(worlds[0]):
         if rank not in by_rank:
             name = f"model_world_size_{worlds[0]}_rank_{rank}.pt"
-            present = shorten_list(list(map(str, sorted(by_rank))), _SHOWN)
-            raise MissingShardError(
-                f"'{directory}' has the files of ranks {present} of {worlds[0]}: that of rank {rank} ('{name}') is "
-                "missing. Copy it there: every rank's disk may have its own.",
-                path=os.path.join(directory, name),
-            )
+            raise missing_rank(directory, "files", by_rank, worlds[0], rank, name)
     return [by_rank[rank] for rank in range(worlds[0])]
 
 
@@ -318,13 +313,13 @@ def _kind_of(path: str, placement: DescribedObject) -> str:
 def _joined(directory: str, name: str, parts: Sequence[_Part], runs: ChunkRuns) -> ForeignTensor:
     """Join the parts of a tensor."""
     if not parts:
-        raise _damaged(directory, f"no rank has a part of tensor '{name}'", name)
+        raise damaged(directory, f"no rank has a part of tensor '{name}'", name)
     first = parts[0]
     dtype, shape = first.tensor.dtype, first.shape
     for part in parts:
         here = part.tensor.dtype, part.shape, part.cuts, part.offsets is None, len(part.tensor.shape)
         if here != (dtype, shape, first.cuts, first.offsets is None, len(shape)):
-            raise _damaged(directory, f"'{first.file}' and '{part.file}' have different tensors '{name}'", name)
+            raise damaged(directory, f"'{first.file}' and '{part.file}' have different tensors '{name}'", name)
     found: list[ByteRun] = []
     placed = zip(_offsets_of(directory, name, parts), parts, strict=True)
     filled = [(offsets, part) for offsets, part in placed if part.tensor.numel]
@@ -345,11 +340,11 @@ def _offsets_of(directory: str, name: str, parts: Sequence[_Part]) -> Iterable[t
         extents: dict[tuple[int, ...], int] = {}
         for key, part in zip(keys, parts, strict=True):
             if extents.setdefault(key, part.tensor.shape[dimension]) != part.tensor.shape[dimension]:
-                raise _damaged(directory, f"parts of tensor '{name}' have different sizes", name)
+                raise damaged(directory, f"parts of tensor '{name}' have different sizes", name)
         ordered = sorted(extents)
         begins = dict(zip(ordered, accumulate((extents[key] for key in ordered), initial=0), strict=False))
         if sum(extents.values()) != total:
-            raise _damaged(
+            raise damaged(
                 directory, f"tensor '{name}' has {sum(extents.values())} of {total} elements in a dimension", name
             )
         for number, (axis, factor) in enumerate(axes):
@@ -364,9 +359,3 @@ def _offsets_of(directory: str, name: str, parts: Sequence[_Part]) -> Iterable[t
         for found, key in zip(keys_of_parts, keys, strict=True):
             found.append(begins[key])
     return map(tuple, keys_of_parts)
-
-
-def _damaged(
-    path: str, problem: str, fqn: str | None = None, *, hint: str = "Copy it again from where it was saved."
-) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"'{path}' cannot be read: {problem}. Nothing was loaded. {hint}", path=path, fqn=fqn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.shards.ranged_shard import read_full_tensors
 
 ROWS, COLUMNS = 60, 40
+ELEMENTS = 5_000_000
+"""More than a comparison reads at once."""
 
 
 @pytest.fixture
@@ -168,3 +171,31 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnstorableTensorError, match=r"is torch\.quint8, which the safetensors format does not have"):
         ForeignShard(table)
+
+
+@pytest.mark.parametrize(
+    ("last", "is_cast"),
+    [(1.00390625, True), (1.0078125, False), (float("nan"), True)],  # 2^-8 is half a bfloat16 step: a tie to even
+)
+def test_each_weight_is_compared_with_the_cast_of_its_master(tmp_path: Path, last: float, is_cast: bool) -> None:
+    masters = torch.cat([torch.zeros(ELEMENTS - 1), torch.tensor([last])])
+    weight = torch.cat([torch.zeros(ELEMENTS - 1), torch.tensor([1.0 if last == last else last])]).bfloat16()
+    (tmp_path / "masters").write_bytes(masters.numpy().tobytes())
+    (tmp_path / "weights").write_bytes(weight.view(torch.int16).numpy().tobytes())
+    half = 2 * ELEMENTS
+    runs = ByteRun("masters", 0, half, 0), ByteRun("masters", half, half, half)
+    table = ForeignTable(
+        directory=str(tmp_path),
+        framework="X",
+        tensors={"up.weight": ForeignTensor(torch.float32, (ELEMENTS,), runs)},
+        sizes={"masters": 4 * ELEMENTS, "weights": half},
+        trained={"up.weight": ForeignTensor(torch.bfloat16, (ELEMENTS,), (ByteRun("weights", 0, half, 0),))},
+    )
+
+    with closing(ForeignShard(table)) as shard:
+        if is_cast:
+            shard.check_trained()
+            return
+        with pytest.raises(IntegrityError, match=r"parameter 'up\.weight' in the model's file is not") as caught:
+            shard.check_trained()
+    assert caught.value.fqn == "up.weight"

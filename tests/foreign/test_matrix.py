@@ -184,6 +184,37 @@ def test_the_file_of_a_rank_that_is_missing_is_named(name: str, produced: Path, 
         hfshard.load_state_dict(tmp_path)
 
 
+DEEPSPEED = [case for case in CASES if case.framework == "deepspeed"]
+
+
+@pytest.mark.parametrize("case", parameters(DEEPSPEED))
+def test_each_save_of_deepspeed_is_verified(case: Case, produced: Path) -> None:
+    report = hfshard.verify_checkpoint(checkpoint_of(place_of(case, produced)))
+
+    assert report.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("deepspeed-zero1-bf16-1-nasty", "deepspeed-zero2-bf16-2-nasty"),
+        ("deepspeed-zero2-fp16-1-nasty", "deepspeed-zero1-fp16-4-nasty"),
+        ("deepspeed-zero2-fp32-4-nasty", "deepspeed-zero1-fp32-2-nasty"),
+    ],
+)
+def test_verify_names_the_first_weight_of_another_save_than_the_optimizers(
+    name: str, other: str, produced: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint_of(place_of(BY_NAME[name], produced)), tmp_path / "mixed")
+    model = "global_step2/mp_rank_00_model_states.pt"
+    shutil.copy(checkpoint_of(place_of(BY_NAME[other], produced)) / model, tmp_path / "mixed" / model)
+
+    report = hfshard.verify_checkpoint(tmp_path / "mixed")
+
+    (problem,) = report.problems
+    assert "parameter 'embed.weight' in the model's file is not its float32 master" in str(problem)
+
+
 def test_tied_weights_are_one_tensor(produced: Path) -> None:
     loaded = hfshard.load_state_dict(checkpoint_of(place_of(BY_NAME["deepspeed-zero3-bf16-4-nasty"], produced)))
 
