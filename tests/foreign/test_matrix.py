@@ -182,8 +182,8 @@ def test_a_run_of_two_ranks_goes_on_as_under_deepspeed(case: Case, produced: Pat
 def _resume_sharded(rank: int, place: Path, arguments: dict[str, Any], run: Path) -> None:
     """Restore this rank's parts, go on as the ranks of DeepSpeed did, and compare."""
     model = build(arguments["model_name"])
-    bits = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if arguments["precision"] == "bf16" else None
-    fully_shard(model, **({} if bits is None else {"mp_policy": bits}))
+    dtype = torch.bfloat16 if arguments["precision"] == "bf16" else None
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     optimizer = optimizer_of(model)
     CheckpointManager(run).restore(TrainingState(model, optimizer), checkpoint_of(place))
     train(model, optimizer, seeds=(rank,))
