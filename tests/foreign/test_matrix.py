@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hfshard
 from hfshard.cli.main import main
@@ -17,8 +20,9 @@ from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.foreign.producers.cases import CASES, Case, made
 from tests.foreign.producers.dcp import SHARDINGS
-from tests.foreign.producers.models import build, optimizer_of, train
+from tests.foreign.producers.models import LEARNING_RATE, build, optimizer_of, train
 from tests.foreign.producers.truth import assert_same, checkpoint_of, gathered, read_truth
+from tests.foreign.producers.zero import RESUMED
 
 BY_NAME = {case.name: case for case in CASES}
 ZERO = [case for case in CASES if case.producer == "zero:save_zero" and case.arguments["stage"] > 0]
@@ -144,6 +148,54 @@ def test_a_run_goes_on_as_under_deepspeed(case: Case, produced: Path, tmp_path: 
         CheckpointManager(tmp_path / "run").restore(TrainingState(model, optimizer), source)
         train(model, optimizer)
         assert_same(model.state_dict(), read_truth(place, "resumed"))
+
+
+ON_TWO = [
+    case for case in ZERO if (case.arguments["precision"], case.ranks) in RESUMED - {("fp32", 1)}
+    if not case.arguments["options"] and "tag" not in case.arguments
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", parameters(ON_TWO))
+def test_a_run_of_two_ranks_goes_on_as_under_deepspeed(case: Case, produced: Path, tmp_path: Path) -> None:
+    """On two ranks of FSDP2, to the bit; in one process on both ranks' batches, to the bit in float32.
+
+    After bf16, one process computes gradients in float32: two steps later it is apart by at most what one step moves.
+    """
+    place = place_of(case, produced)
+    expected = _without_statistics(read_truth(place, "resumed"))
+
+    check_ranks(tmp_path / "ranks", 2, _resume_sharded, place, case.arguments, tmp_path / "run")
+
+    model = build(case.arguments["model_name"])
+    optimizer = optimizer_of(model)
+    CheckpointManager(tmp_path / "run").restore(TrainingState(model, optimizer), checkpoint_of(place))
+    train(model, optimizer, seeds=(0, 1))
+    found = _without_statistics(model.state_dict())
+    if case.arguments["precision"] == "fp32":
+        assert_same(found, expected)
+    else:
+        apart = max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
+        assert 0 < apart <= LEARNING_RATE
+
+
+def _resume_sharded(rank: int, place: Path, arguments: dict[str, Any], run: Path) -> None:
+    """Restore this rank's parts, go on as the ranks of DeepSpeed did, and compare."""
+    model = build(arguments["model_name"])
+    dtype = torch.bfloat16 if arguments["precision"] == "bf16" else None
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    optimizer = optimizer_of(model)
+    CheckpointManager(run).restore(TrainingState(model, optimizer), checkpoint_of(place))
+    train(model, optimizer, seeds=(rank,))
+    assert_same(_without_statistics(gathered(model.state_dict())), _without_statistics(read_truth(place, "resumed")))
+
+
+def _without_statistics(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out what each rank counts of its own batches, and what is not trained."""
+    own = ("running_mean", "running_var", "num_batches_tracked", "calls", "scale", "mask")
+    return {
+        name: one for name, one in tensors.items() if name.split(".")[-1] not in own and not name.startswith("frozen.")
+    }
 
 
 def test_ranks_of_fsdp2_restore_their_parts_of_a_run(produced: Path, tmp_path: Path) -> None:

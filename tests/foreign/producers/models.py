@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 WORDS = 11
 BATCH = 8
 STEPS = 2
+LEARNING_RATE = 0.03
 MILESTONES = [30, 60]
 """Of a scheduler that changes nothing before."""
 
@@ -110,7 +111,7 @@ def groups(model: nn.Module, like: nn.Module | None = None) -> list[dict[str, An
 
 def optimizer_of(model: nn.Module, like: nn.Module | None = None) -> torch.optim.Optimizer:
     """AdamW with several groups, as `groups` makes them."""
-    return torch.optim.AdamW(groups(model, like), lr=0.03)
+    return torch.optim.AdamW(groups(model, like), lr=LEARNING_RATE)
 
 
 def losses(model: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> Iterable[torch.Tensor]:
@@ -121,9 +122,10 @@ def losses(model: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> Iter
         yield nn.functional.cross_entropy(model(tokens).float(), targets)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train in plain torch, or under FSDP."""
-    for loss in losses(model):
-        loss.backward()
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Sequence[int] = (0,)) -> None:
+    """Train in plain torch, or under FSDP; with several seeds, each step is on the mean of their losses."""
+    for of_step in zip(*(losses(model, seed) for seed in seeds), strict=True):
+        for loss in of_step:
+            (loss / len(seeds)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -19,6 +19,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
 }
 
+RESUMED = {("fp32", 1), ("fp32", 2), ("bf16", 2)}
+"""Precision and ranks of the runs that DeepSpeed itself resumes: sums of two numbers have no order."""
+
 
 def save_zero(
     rank: int,
@@ -44,7 +47,8 @@ def save_zero(
     _write_truth(rank, place, engine)
     if stage:
         _write_states(rank, place, engine)
-    if precision == "fp32" and torch.distributed.get_world_size() == 1:  # as one process without DeepSpeed computes
+    ranks = torch.distributed.get_world_size()
+    if stage and (precision, ranks) in RESUMED and not options:
         resumed = zero_engine(build(model_name), stage, precision, options)
         resumed.load_checkpoint(str(checkpoint_of(place)), tag=tag)
         _step(resumed, rank)
