@@ -10,7 +10,7 @@ from typing import Any, Final
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.viewing.module_tree import common_length, natural_order, split_name
-from hfshard.viewing.page.page import NO_NAME, Fact, Page, printable_value
+from hfshard.viewing.page.page import NO_NAME, Fact, Page, is_path, name_of, printable_value
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part, PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
@@ -71,9 +71,12 @@ def make_checkpoint_page(
     metadata = sorted(found.metadata.items())
     return Page(
         kind="checkpoint",
-        title=printable(found.place),
+        title=name_of(found.place),
+        place="" if is_path(found.place) else printable(found.place),
+        about=_about(found),
         facts=(*_facts(found), *([] if measured is None else [values_fact(measured)])),
         view={
+            "kind": "checkpoint" if found.model is None or found.model.adapter is None else "adapter",
             "has_map": any(tensor.nbytes for tensor in found.tensors),
             "entry": printable_value(found.entry),
             "key": None if found.key is None else printable_value(found.key),
@@ -96,6 +99,15 @@ def make_checkpoint_page(
     )
 
 
+def _about(found: Inspection) -> tuple[str, ...]:
+    """Say what it is; a base in a folder of this machine by its name."""
+    if found.model is None:
+        return ()
+    base = found.model.base
+    shown = found.model if base is None or not is_path(base) else replace(found.model, base=name_of(base))
+    return tuple(map(printable, shown.describe()))
+
+
 def _facts(found: Inspection) -> tuple[Fact, ...]:
     shards = found.weights_files
     dtypes = [row.dtype for row in found.dtypes]
@@ -103,14 +115,24 @@ def _facts(found: Inspection) -> tuple[Fact, ...]:
     exact = f"{found.parameters:,}"
     more = f" and {len(dtypes) - 3} more" if len(dtypes) > 3 else ""
     return (
-        Fact("weights", format_size(found.nbytes), f"{found.nbytes:,} bytes"),
         Fact("parameters", short, exact if short != exact else ""),
+        Fact("weights", format_size(found.nbytes), f"{found.nbytes:,} bytes"),
+        Fact(
+            "dtype" if len(dtypes) == 1 else "dtypes",
+            ", ".join(map(printable, islice(dtypes, 3))) + more if dtypes else "none",
+            _mixture(found),
+        ),
         Fact("tensors", f"{len(found.tensors):,}", f"and {len(found.tied_names):,} tied" if found.tied_names else ""),
         Fact("files", f"{len(shards):,}", f"largest {format_size(max((file.nbytes for file in shards), default=0))}"),
-        Fact("dtypes", ", ".join(islice(dtypes, 3)) + more if dtypes else "none"),
         Fact("checksums", "yes" if found.is_verifiable else "none", "" if found.is_verifiable else "by another tool"),
         *([Fact("signature", found.signature, "not checked here")] if found.signature else []),
     )
+
+
+def _mixture(found: Inspection) -> str:
+    """Say how much of the weights has the most common dtype, if there are several."""
+    largest, *others = found.dtypes or (None,)
+    return f"{_percent(largest.nbytes, found.nbytes):.0f} % {printable(largest.dtype)}" if largest and others else ""
 
 
 def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:

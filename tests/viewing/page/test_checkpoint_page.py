@@ -78,8 +78,8 @@ def test_facts_and_tables_can_be_read_without_scripts(small: str) -> None:
         r"\s+", " ", re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", small.replace("<wbr>", ""), flags=re.DOTALL)
     )
 
-    assert "weights 102.4 KB 102,400 bytes parameters 34,000 tensors 25 and 1 tied files 2 largest 66.5 KB" in text
-    assert "dtypes F32, BF16 checksums yes" in text
+    assert "parameters 34,000 weights 102.4 KB 102,400 bytes dtypes F32, BF16 67 % F32 tensors 25 and 1 tied" in text
+    assert "files 2 largest 66.5 KB checksums yes" in text
     assert "model-00001-of-00002.safetensors 44.1 KB 1 xxh3 0123456789ab…" in text
     assert "F32 68.8 KB 13 17,200 BF16 33.6 KB 12 16,800" in text
     assert "model.embed.weight F32 100 × 100 10,000 40.0 KB model-00001-of-00002.safetensors" in text
