@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """A model or an adapter, as described by its config. Every field may be unknown: configs have other keys, or lie."""
+    """A model or an adapter, as described by its config. A field is None if the config does not say it."""
 
     architecture: str | None = None
     """The class: "BertModel"."""

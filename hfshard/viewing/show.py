@@ -195,7 +195,9 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode, *, paths: 
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
     if not paths:
-        listed = [replace(one, problems=tuple(_problem_without_path(each, root) for each in one.problems)) for one in listed]
+        listed = [
+            replace(one, problems=tuple(_problem_without_path(each, root) for each in one.problems)) for one in listed
+        ]
     is_store = not place_to_check(root).is_read_from_disk
     page = make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store)
     return replace(page, place=printable(root)) if paths else page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.viewing.module_tree import common_length, natural_order, split_name
+from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, split_name
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, is_path, name_of, printable_value
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part, PartSize, metrics_text
@@ -74,10 +75,12 @@ def make_checkpoint_page(
         title=name_of(found.place),
         place="" if is_path(found.place) else printable(found.place),
         about=_about(found),
-        facts=(*_facts(found), *([] if measured is None else [values_fact(measured)])),
+        facts=(*_facts(found), *([] if measured is None else values_facts(measured))),
         view={
             "kind": "checkpoint" if found.model is None or found.model.adapter is None else "adapter",
+            "overview": None if measured is None else values_overview(measured),
             "has_map": any(tensor.nbytes for tensor in found.tensors),
+            "has_shards": len(found.weights_files) > 1,
             "entry": printable_value(found.entry),
             "key": None if found.key is None else printable_value(found.key),
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
@@ -290,13 +293,114 @@ _DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz
 """Heights of bins in 61 steps, a character each; nonempty bins have at least 1."""
 
 
-def values_fact(measured: MeasuredValues) -> Fact:
-    """Build the fact at the top of a page that counts NaN and infinite numbers."""
+_MOST_MODULES: Final = 200
+"""The most rows of the overview of values, those with the most numbers."""
+_MOST_NAMED: Final = 3
+"""The most tensors that a sentence about values names."""
+_LONGEST_NAMED: Final = 200
+"""The most characters of one of these names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleValues:
+    """The numbers of one layer, or of a module outside layers."""
+
+    name: str
+    elements: int
+    norm: float | None
+    """The 2-norm of all its numbers; None if it overflows."""
+    norm_percent: float
+    """Percentage of the largest norm of a module."""
+    zero_percent: float
+    minimum: float | None
+    maximum: float | None
+    dead_rows: int
+    nan: int
+    inf: int
+
+
+def values_overview(measured: MeasuredValues) -> dict[str, Any]:
+    """Build the table of values by module, and the sentences about what is odd in them."""
+    groups = _modules_of(measured.tensors)
+    rows = [_module_values(name, [measured.tensors[each] for each in names]) for name, names in groups.items()]
+    largest = set(sorted(rows, key=lambda row: -row.elements)[:_MOST_MODULES])
+    most = max((row.norm or 0.0 for row in rows), default=0.0)
+    shown = [
+        replace(row, norm_percent=round(100 * (row.norm or 0.0) / (most or 1.0), 2)) for row in rows if row in largest
+    ]
+    return {
+        "rows": shown,
+        "more": len(rows) - len(shown),
+        "has_dead_rows": any(row.dead_rows for row in rows),
+        "has_odd": any(row.nan or row.inf for row in rows),
+        "sentences": _sentences(measured),
+    }
+
+
+def _modules_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group tensors by their layer, and others by the module they are in; in natural order."""
+    grid = layer_grid(names)
+    groups: dict[str, list[str]] = {}
+    for name in grid.others:
+        groups.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    for stack in grid.stacks:
+        for (layer, _), members in stack.cells.items():
+            groups.setdefault(f"{stack.name}.{layer}" if stack.name else str(layer), []).extend(members)
+    return {name: groups[name] for name in sorted(groups, key=natural_order)}
+
+
+def _module_values(name: str, tensors: Sequence[ValueSummary]) -> ModuleValues:
+    elements = sum(one.elements for one in tensors)
+    norms = [one.norm for one in tensors if one.minimum is not None]
+    known = [norm for norm in norms if norm is not None]
+    return ModuleValues(
+        name=printable(name) or NO_NAME,
+        elements=elements,
+        norm=math.hypot(*known) if len(known) == len(norms) else None,
+        norm_percent=0.0,
+        zero_percent=_percent(sum(one.zeros for one in tensors), elements),
+        minimum=min((one.minimum for one in tensors if one.minimum is not None), default=None),
+        maximum=max((one.maximum for one in tensors if one.maximum is not None), default=None),
+        dead_rows=sum(one.dead_rows for one in tensors),
+        nan=sum(one.nan for one in tensors),
+        inf=sum(one.inf for one in tensors),
+    )
+
+
+def _sentences(measured: MeasuredValues) -> list[str]:
+    tensors = measured.tensors
+    odd = [name for name, one in tensors.items() if one.nan or one.inf]
+    zero = [name for name, one in tensors.items() if one.elements and one.zeros == one.elements]
+    dead = {name: one.dead_rows for name, one in tensors.items() if one.dead_rows and one.zeros < one.elements}
+    sentences = []
+    if odd:
+        sentences.append(f"NaN or infinite numbers in {_named(odd)}.")
+    if zero:
+        sentences.append(f"All zero: {_named(zero)}.")
+    if dead:
+        sentences.append(f"{count_of(sum(dead.values()), 'row')} of zeros in {_named(list(dead))}.")
+    return sentences or ["All numbers are finite, and no row is all zero."]
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = [(printable(name) or NO_NAME)[:_LONGEST_NAMED] for name in names[:_MOST_NAMED]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")
+
+
+def values_facts(measured: MeasuredValues) -> list[Fact]:
+    """Build the facts at the top of a page that count zeros, and NaN and infinite numbers."""
     nan = sum(one.nan for one in measured.tensors.values())
     inf = sum(one.inf for one in measured.tensors.values())
     odd = sum(bool(one.nan or one.inf) for one in measured.tensors.values())
     note = f"in {count_of(odd, 'tensor')}" if odd else ""
-    return Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note)
+    zeros = sum(one.zeros for one in measured.tensors.values())
+    elements = sum(one.elements for one in measured.tensors.values())
+    dead = sum(one.dead_rows for one in measured.tensors.values())
+    return [
+        Fact("zeros", f"{_percent(zeros, elements):.3g} %", f"{count_of(dead, 'row')} of zeros" if dead else ""),
+        Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note),
+    ]
 
 
 def values_data(measured: MeasuredValues, tree: NameTree) -> dict[str, Any]:
@@ -312,7 +416,7 @@ def _row(node: int, one: ValueSummary) -> list[Any]:
     most = max(one.bins, default=1)
     heights = "".join(_DIGITS[-(-count * (len(_DIGITS) - 1) // most)] for count in one.bins)
     numbers = [_short(number) for number in (one.minimum, one.maximum, one.mean, one.std, one.low, one.high)]
-    return [node, one.elements, one.nan, one.inf, *numbers, heights, most]
+    return [node, one.elements, one.nan, one.inf, *numbers, heights, most, one.zeros, _short(one.norm), one.dead_rows]
 
 
 def _short(number: float | None) -> float | None:

@@ -136,7 +136,9 @@ def test_a_chosen_tensor_is_outlined_and_the_map_stays(browser_page: Page, tmp_p
     map_box, details_box = (page.locator(name).bounding_box() for name in ("#treemap", "#details"))
     assert map_box is not None and details_box is not None
     assert details_box["x"] >= map_box["x"] + map_box["width"]
-    assert map_box["y"] <= details_box["y"] < details_box["y"] + details_box["height"] <= map_box["y"] + map_box["height"]
+    assert (
+        map_box["y"] <= details_box["y"] < details_box["y"] + details_box["height"] <= map_box["y"] + map_box["height"]
+    )
 
     page.set_viewport_size({"width": 800, "height": 800})  # drawn anew, and the details below
     page.wait_for_function("document.querySelector('#treemap').clientWidth < 800")
@@ -184,9 +186,8 @@ def test_labels_tell_names_with_the_same_end_apart(browser_page: Page, tmp_path:
         labels, least = page.evaluate("""() => {
           const labels = [...document.querySelectorAll("#treemap .tensor > .label")];
           const sizes = labels.map((label) => parseFloat(getComputedStyle(label).fontSize));
-          const path = (cell) => cell?.closest("#treemap")
-            ? path(cell.parentElement.closest(".cell")) + "." + (cell.querySelector(":scope > .label")?.textContent ?? "")
-            : "";
+          const own = (cell) => cell.querySelector(":scope > .label")?.textContent ?? "";
+          const path = (cell) => (cell ? `${path(cell.parentElement.closest(".cell"))}.${own(cell)}` : "");
           return [labels.map((label) => path(label.parentElement)), Math.min(...sizes)];
         }""")
 
