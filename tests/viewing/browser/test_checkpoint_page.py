@@ -200,7 +200,7 @@ def test_colours_are_by_dtype_or_file_in_light_and_dark(browser_page: Page, tmp_
     ground = "getComputedStyle(document.body).backgroundColor"
     assert page.locator("#legend").inner_text() == "F32 · 68.8 KB\nBF16 · 33.6 KB"
 
-    page.get_by_role("button", name="file", exact=True).click()
+    page.click("[data-colour=file]")
     assert page.locator("#legend").inner_text().split(" · ")[0] == "model-00001-of-00002.safetensors"
     assert page.evaluate(ground) == "rgb(250, 250, 248)"
     page.get_by_role("button", name="Dark").click()
@@ -218,7 +218,7 @@ def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: 
     page.locator("[role=option]").first.click()
     assert page.evaluate(CHOOSE_ALL) == 26
     for _ in range(3):
-        page.get_by_role("button", name="file", exact=True).click()
+        page.click("[data-colour=file]")
         page.locator("#treemap > button").last.click()
 
     assert page.evaluate("window.attacked") is None
