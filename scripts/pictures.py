@@ -6,6 +6,7 @@ Needs the extra [test], and Chromium: `pip install -e '.[test]'`, `apt-get insta
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from dataclasses import replace
@@ -45,6 +46,7 @@ def make_page(directory: Path) -> str:
     tensors = hfshard.load_state_dict(Path(package.origin).parent / "model")
     weights = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     hfshard.save_state_dict(weights, directory, max_shard_size="20MB")
+    shutil.copy(Path(package.origin).parent / "model" / "config.json", directory)
     return render_page(make_checkpoint_page(replace(inspect_checkpoint(directory), place="/models/all-MiniLM-L6-v2")))
 
 
@@ -55,7 +57,7 @@ def take(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> None:
     )
     tab = context.new_page()
     tab.goto(page.as_uri())
-    tab.get_by_role("button", name="file", exact=True).click()
+    tab.click("[data-colour=file]")
     tab.mouse.move(0, 0)
     tab.screenshot(path=PICTURES / f"show-{theme}.png")
     context.close()

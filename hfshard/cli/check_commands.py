@@ -170,6 +170,7 @@ def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
 def _headline(found: Inspection) -> str:
     rows = [
         ["checkpoint", found.directory],
+        *([["model", ", ".join(found.model.describe())]] if found.model is not None else []),
         ["entry file", found.entry],
         *([["saved by", found.framework]] if found.framework is not None else []),
         *([["found under", found.key]] if found.key is not None else []),
@@ -292,6 +293,9 @@ def add_show(commands: CommandGroup) -> None:
         "--png-size", default="1280x800", metavar="WxH", help="screenshot size in pixels (default: %(default)s)"
     )
     add_choice(parser, "--png-theme", ("light", "dark"), "light", "screenshot theme")
+    parser.add_argument(
+        "--paths", action="store_true", help="show absolute paths (default: the names of folders, as pages are shared)"
+    )
     parser.add_argument("--against", metavar="BASE", help="show the differences from another checkpoint")
     add_best(parser, "for a run: mark")
     add_token(parser)
@@ -324,6 +328,7 @@ def show(arguments: argparse.Namespace) -> int:
         values=arguments.values,
         png=arguments.png,
         still=ScreenshotOptions(width=width, height=height, theme=arguments.png_theme),
+        paths=arguments.paths,
         progress=arguments.progress,
     )
     nbytes = os.path.getsize(path)

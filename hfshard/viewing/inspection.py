@@ -25,6 +25,7 @@ from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, open_run
 from hfshard.training.run.manifest import CHECKPOINT
+from hfshard.viewing.model_summary import read_model_summary
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 
 
@@ -69,6 +70,7 @@ def _inspected(viewed: ViewedCheckpoint, typed: str) -> Inspection:
         is_verifiable=checkpoint.index.is_verifiable,
         signature=SIGNATURE_NAME if checkpoint.folder.has(SIGNATURE_NAME) else None,
         framework=None if checkpoint.foreign is None else checkpoint.foreign.table.framework,
+        model=read_model_summary(checkpoint.folder, checkpoint.weights.name),
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 if TYPE_CHECKING:  # every command imports this module
     from hfshard.format.index import FileDigest
+    from hfshard.viewing.model_summary import ModelSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class Inspection:
     """The name of the signature file, which is not checked; None if there is none."""
     framework: str | None = None
     """The framework that saved the weights in parts, such as "DeepSpeed ZeRO-3, 4 ranks"; None for any other."""
+    model: ModelSummary | None = None
+    """What it is by its config; None if there is none."""
 
     @property
     def weights_files(self) -> tuple[FileEntry, ...]:
@@ -132,6 +135,7 @@ class Inspection:
             "is_verifiable": self.is_verifiable,
             "signature": self.signature,
             "framework": self.framework,
+            "model": None if self.model is None else self.model.as_json(),
             "total_size": self.nbytes,
             "total_parameters": self.parameters,
             "files": [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
-from hfshard._util.arguments import checked_path_text, wraps_os_errors
-from hfshard._util.text import parse_size
+from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
+from hfshard._util.text import parse_size, printable
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
@@ -18,9 +19,10 @@ from hfshard.training.run.reports import as_problems, is_run
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page, with_problem, with_step
-from hfshard.viewing.page.diff_page import make_diff_page
-from hfshard.viewing.page.page import Page, checked_output, render_page, write_page
+from hfshard.viewing.page.diff_page import make_diff_page, short_names
+from hfshard.viewing.page.page import Page, checked_output, is_path, render_page, write_page
 from hfshard.viewing.page.run_page import make_run_page
+from hfshard.viewing.results import CheckpointDiff
 from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints, parts_of, unchanged_bytes
 from hfshard.viewing.screenshot import ScreenshotOptions, require_chromium, take_screenshot
 from hfshard.viewing.tensor_values import measure_values
@@ -43,6 +45,7 @@ def show_checkpoint(
     values: bool = False,
     png: str | os.PathLike[str] | None = None,
     still: ScreenshotOptions | None = None,
+    paths: bool = False,
     progress: bool | None = None,
 ) -> str:
     """Write one HTML file that shows the contents of a checkpoint or a run, or the differences between two checkpoints.
@@ -68,6 +71,7 @@ def show_checkpoint(
         values: Read the tensors and show the distribution of their numbers; with `against`, how much they differ.
         png: A file for a screenshot of the page, which an installed Chromium draws.
         still: The screenshot's size and theme; None: 1280 x 800, light.
+        paths: Show absolute paths of this machine; False: the names of folders and files only, since pages are shared.
         progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
 
     Returns:
@@ -113,12 +117,12 @@ def show_checkpoint(
             token=token,
             progress=progress,
         )
-        page = make_diff_page(found_diff)
+        page = make_diff_page(found_diff if paths else _without_paths(found_diff))
     elif root is not None:
         of_one = {"variant": variant, "key": key, "subfolder": subfolder, "revision": revision, "max_shard_size": limit}
         _refuse(of_one, "is for one checkpoint, not for a run")
         place_to_check(root).reject_hub_arguments(token=token)
-        page = page_of_run(root, best, metric_mode)
+        page = page_of_run(root, best, metric_mode, paths=paths)
     else:
         _refuse({"best": best}, "is for a run, not for one checkpoint")
         query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
@@ -127,13 +131,31 @@ def show_checkpoint(
         )
         options = LoadOptions(key=key, progress=progress)
         page = make_checkpoint_page(found, limit, measure_values(checkpoint, query, options) if values else None)
-        page = with_components(page, found.directory)
+        page = with_components(page, found.directory, paths=paths)
+        page = replace(page, place=printable(found.place)) if paths else page
     html = render_page(page)
     if path is not None:
         write_page(html, path)
     if picture is not None:
         write_page(take_screenshot(html, still or ScreenshotOptions()), picture)
     return written
+
+
+def _without_paths(found: CheckpointDiff) -> CheckpointDiff:
+    """Name two folders of this machine by as much of their paths as tells them apart."""
+    names = short_names(found.a, found.b)
+    a, b = (name if is_path(place) else place for name, place in zip(names, (found.a, found.b), strict=True))
+    return replace(found, a=a, b=b)
+
+
+def _problem_without_path(problem: Problem, root: str) -> Problem:
+    return replace(problem, message=_without_folder(problem.message, root))
+
+
+def _without_folder(text: str, path: str) -> str:
+    """Leave out the folder above a path of this machine, wherever the text has it."""
+    folder = os.path.dirname(absolute_path(path)) if "://" not in path else ""
+    return text if folder in ("", "/") else text.replace(f"{folder}/", "")
 
 
 def _refuse(arguments: dict[str, Any], why: str) -> None:
@@ -158,24 +180,36 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
     return at.address if is_run(at.address) else None
 
 
-def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
+def page_of_run(root: str, best: str | None, metric_mode: MetricMode, *, paths: bool = False) -> Page:
     """Build the page of a run, checking each checkpoint without reading tensors.
+
+    Args:
+        root: The run's absolute path or its address.
+        best: The metric that selects the checkpoint marked as the best.
+        metric_mode: Whether its lowest or its highest value is the best.
+        paths: Show absolute paths of this machine.
 
     Raises:
         CheckpointChangedError: A checkpoint was replaced on every attempt.
     """
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
+    if not paths:
+        listed = [
+            replace(one, problems=tuple(_problem_without_path(each, root) for each in one.problems)) for one in listed
+        ]
     is_store = not place_to_check(root).is_read_from_disk
-    return make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store)
+    page = make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store)
+    return replace(page, place=printable(root)) if paths else page
 
 
-def with_components(page: Page, directory: str) -> Page:
+def with_components(page: Page, directory: str, *, paths: bool = False) -> Page:
     """Add to a model's page what else was saved with it, if it is in a checkpoint of a run.
 
     Args:
         page: The model's page.
         directory: The directory or address of its files.
+        paths: Show absolute paths of this machine.
     """
     folder = folder_at(directory)
     if (folder.traits.is_directory and not folder.exists()) or not folder.has(MANIFEST):
@@ -183,7 +217,7 @@ def with_components(page: Page, directory: str) -> Page:
     try:
         manifest = read_manifest(folder)
     except HfshardError as error:  # damaged, or another tool's: the model is shown anyway
-        return with_problem(page, error.message)
+        return with_problem(page, error.message if paths else _without_folder(error.message, directory))
     return with_step(page, manifest, parts_of(manifest, folder.size(MANIFEST)))
 
 

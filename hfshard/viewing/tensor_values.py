@@ -75,7 +75,9 @@ class _Measuring:
 
     def __call__(self, report: ProgressCallback) -> ValueSummary:
         assert self.tensor.torch_dtype is not None
-        running = RunningValues()
+        shape = self.tensor.facts.shape
+        parts = 2 if self.tensor.torch_dtype.is_complex else 1
+        running = RunningValues(parts * math.prod(shape[1:]) if len(shape) > 1 else 0)
         for block in self.tensor.blocks():
             report(len(block))
             for start in range(0, len(block), _PIECE_BYTES):
@@ -114,6 +116,11 @@ class ValueSummary:
     """The end of the last bin."""
     bins: tuple[int, ...]
     """The count in each of at most 64 bins of equal width; empty if there are no finite numbers."""
+    zeros: int = 0
+    norm: float | None = None
+    """The 2-norm of the finite numbers; None if there are none, or it overflows."""
+    dead_rows: int = 0
+    """The rows that are all zero, of a tensor of two or more dimensions: output units, or tokens of an embedding."""
 
 
 class RunningValues:
@@ -121,9 +128,19 @@ class RunningValues:
 
     The bins are wide enough for the numbers so far. For a larger number, their width doubles as often as needed, and
     neighbors are merged. So the counts are those of one histogram, whatever the blocks were.
+
+    Args:
+        row_length: The numbers of a row, whose zeros are counted together; 0: there are no rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, row_length: int = 0) -> None:
+        self._row_length = row_length
+        self._dead_rows = 0
+        self._begun = 0
+        """The numbers seen of a row that ends in a later block."""
+        self._is_alive = False
+        """True if one of these is not zero."""
+        self._zeros = 0
         self._elements = 0
         self._nan = 0
         self._inf = 0
@@ -137,9 +154,12 @@ class RunningValues:
         self._bins = torch.zeros(_BINS, dtype=torch.int64)
 
     def add(self, block: torch.Tensor) -> None:
-        """Add the numbers of a block, of any real dtype that torch can convert."""
+        """Add the numbers of a block, in row-major order, of any real dtype that torch can convert."""
         numbers = block.flatten().to(torch.float64)
         self._elements += numbers.numel()
+        self._zeros += numbers.numel() - int(torch.count_nonzero(numbers))
+        if self._row_length:
+            self._add_rows(numbers)
         if not math.isfinite(numbers.sum()):  # also on overflow: then all numbers are finite
             is_finite = torch.isfinite(numbers)
             self._nan += int(torch.isnan(numbers).sum())
@@ -147,6 +167,23 @@ class RunningValues:
             numbers = numbers[is_finite]
         if numbers.numel():
             self._add_finite(numbers)
+
+    def _add_rows(self, numbers: torch.Tensor) -> None:
+        """Count the rows that end in a block and have only zeros; keep what is known of the one that does not end."""
+        is_alive = numbers != 0
+        if self._begun:
+            rest = is_alive[: self._row_length - self._begun]
+            is_alive = is_alive[len(rest) :]
+            self._begun += len(rest)
+            self._is_alive |= bool(rest.any())
+            if self._begun < self._row_length:
+                return
+            self._dead_rows += not self._is_alive
+        self._begun = len(is_alive) % self._row_length
+        whole = len(is_alive) - self._begun
+        rows = is_alive[:whole].view(-1, self._row_length).any(1)
+        self._dead_rows += len(rows) - int(torch.count_nonzero(rows))
+        self._is_alive = bool(is_alive[whole:].any())
 
     def _add_finite(self, numbers: torch.Tensor) -> None:
         least, greatest = (float(one) for one in torch.aminmax(numbers))
@@ -195,7 +232,14 @@ class RunningValues:
             low=min(low, self._minimum),  # rounding can move the smallest numbers to the other middle bin
             high=max(high, self._maximum),
             bins=bins,
+            zeros=self._zeros,
+            norm=self._norm(),
+            dead_rows=self._dead_rows,
         )
+
+    def _norm(self) -> float | None:
+        total = self._squares + self._finite * self._mean * self._mean
+        return math.sqrt(total) if math.isfinite(total) else None
 
     def _shown_bins(self) -> tuple[float, float, tuple[int, ...]]:
         """Return the bins from the first to the last nonempty one, merged if there are more than are shown."""

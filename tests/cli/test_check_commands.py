@@ -90,6 +90,7 @@ def test_json_has_everything(example: Path, run: Run) -> None:
         "is_verifiable": True,
         "signature": None,
         "framework": None,
+        "model": None,
         "total_size": 460_108,
         "total_parameters": 115_051,
         "dtypes": [
@@ -263,7 +264,8 @@ def test_page_is_written_where_it_is_asked_for(example: Path, tmp_path: Path, ru
 
     assert run.ok("show", example, "-o", page) == f"{page}: {page.stat().st_size / 1000:.1f} KB\n"
     html = page.read_text(encoding="utf-8")
-    assert f"<title>{example}</title>" in html
+    assert "<title>example</title>" in html
+    assert str(tmp_path) not in html
     assert "<dt>weights</dt><dd>460.1 KB" in html
 
     again = run("show", example / "model-00001-of-00002.safetensors", "-o", page, "--format", "json",
@@ -274,6 +276,23 @@ def test_page_is_written_where_it_is_asked_for(example: Path, tmp_path: Path, ru
     assert "<dt>weights</dt><dd>400.0 KB" in html
     assert '<th scope="col" class="wide">of 200.0 KB</th>' in html
     assert "<small>202 %</small>" in html
+
+
+def test_paths_of_this_machine_are_on_pages_that_ask_for_them(example: Path, tmp_path: Path, run: Run) -> None:
+    page = tmp_path / "page.html"
+    run.ok("show", example, "-o", page, "--paths")
+    html = page.read_text(encoding="utf-8").replace("<wbr>", "")
+    assert "<title>example</title>" in html
+    assert f'<p class="place name">{example}</p>' in html
+
+    run.ok("show", example, "-o", page, "--paths", "--against", example)
+    assert html_with(str(example), page)
+    run.ok("show", example, "-o", page, "--against", example)
+    assert not html_with(str(tmp_path), page)
+
+
+def html_with(text: str, page: Path) -> bool:
+    return text in page.read_text(encoding="utf-8").replace("<wbr>", "")
 
 
 def test_weights_are_not_replaced_by_a_page(example: Path, run: Run) -> None:
@@ -318,7 +337,7 @@ def test_a_revision_of_a_directory_hub_is_shown(tmp_path: Path, example: Path) -
 
     path = hfshard.show_checkpoint(f"{tmp_path}/hub@main", tmp_path / "page.html")
 
-    assert f"<title>{tmp_path}/hub@main</title>" in Path(path).read_text(encoding="utf-8")
+    assert "<title>hub@main</title>" in Path(path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def test_a_run_in_a_store(bucket: Bucket, store_address: str, tmp_path: Path) ->
 
     html = page_of(root, tmp_path)
 
-    assert f"<title>{root}</title>" in html
+    assert "<title>run</title>" in html
+    assert f'<p class="place name">{root}</p>' in html.replace("<wbr>", "")
     facts = facts_in(html)
     assert facts["checkpoints"] == ["2", "steps 10 to 20"]
     assert facts["latest"][0] == "step 20"
@@ -116,6 +117,21 @@ def test_a_run_in_a_store(bucket: Bucket, store_address: str, tmp_path: Path) ->
     assert f"{root}/checkpoint-00000020/{name}&#39; is missing" in html
     parts = parts_in(page_of(f"{root}/checkpoint-20", tmp_path))
     assert sorted(part for part, _, _ in parts) == ["model", "optimizer", "other", "state"]
+
+
+def test_no_path_of_this_machine_is_on_the_pages_of_a_run(tmp_path: Path) -> None:
+    save_run(tmp_path / "run")
+    step = tmp_path / "run" / "checkpoint-00000020"
+    (step / "optimizer.safetensors").write_bytes(b"damaged")
+    (step / "checkpoint.json").write_text('{"format": 0}')
+
+    pages = [page_of(place, tmp_path).replace("<wbr>", "") for place in (tmp_path / "run", step)]
+
+    assert not any(str(tmp_path) in html for html in pages)
+    assert "&#39;run/checkpoint-00000020/checkpoint.json&#39;" in pages[0]
+    assert "&#39;checkpoint-00000020/checkpoint.json&#39;" in pages[1]
+    path = show_checkpoint(tmp_path / "run", tmp_path / "page.html", paths=True)
+    assert f"&#39;{step}/checkpoint.json&#39;" in Path(path).read_text(encoding="utf-8").replace("<wbr>", "")
 
 
 def test_a_checkpoint_with_many_problems_and_metrics_stays_a_row_of_a_page() -> None:

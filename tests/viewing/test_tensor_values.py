@@ -49,6 +49,28 @@ def test_every_tensor_is_measured_once(saved: Path) -> None:
     assert (found.tensors["complex"].elements, found.tensors["complex"].mean) == (4, 3.0)
     assert (found.tensors["broken"].nan, found.tensors["broken"].inf, found.tensors["broken"].mean) == (1, 1, 1.0)
     assert found.tensors["scalar"].bins == (1,)
+    assert (large.zeros, large.dead_rows) == (1, 0)
+
+
+def test_rows_of_zeros_are_those_of_the_first_dimension(tmp_path: Path) -> None:
+    state_dict = {
+        "weight": torch.tensor([[0.0, 0.0], [0.0, 2.0], [0.0, 0.0]]),
+        "complex": torch.tensor([[0j, 0j], [0j, 1j]]),
+        "conv": torch.zeros(4, 2, 3, 3),
+        "bias": torch.zeros(3),
+        "empty": torch.zeros(5, 0),
+    }
+    hfshard.save_state_dict(state_dict, tmp_path)
+
+    found = measured(tmp_path).tensors
+
+    assert {name: one.dead_rows for name, one in found.items()} == {
+        "weight": 2, "complex": 1, "conv": 4, "bias": 0, "empty": 0,
+    }  # fmt: skip
+    assert {name: one.zeros for name, one in found.items()} == {
+        "weight": 5, "complex": 7, "conv": 72, "bias": 3, "empty": 0,
+    }  # fmt: skip
+    assert found["weight"].norm == 2.0
 
 
 def test_the_largest_are_read_where_there_are_many(saved: Path) -> None:

@@ -93,3 +93,28 @@ def test_norms_fill_the_bins() -> None:
 def test_without_finite_numbers_there_are_no_bins() -> None:
     assert summary_of(torch.empty(0)) == ValueSummary(0, 0, 0, None, None, None, None, 0.0, 0.0, ())
     assert summary_of(torch.tensor([math.nan, math.inf])) == ValueSummary(2, 1, 1, None, None, None, None, 0.0, 0.0, ())
+
+
+def test_rows_of_zeros_are_counted_across_blocks() -> None:
+    rows = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [math.nan, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    for size in (1, 2, 3, 5, 7, 10, 25):
+        running = RunningValues(5)
+        for block in rows.flatten().split(size):
+            running.add(block)
+
+        summary = running.summary()
+
+        assert (summary.dead_rows, summary.zeros, summary.elements, summary.nan) == (3, 23, 25, 1), size
+    without_rows = RunningValues()
+    without_rows.add(rows)
+    assert without_rows.summary().dead_rows == 0
+
+
+def test_the_norm_is_that_of_the_finite_numbers() -> None:
+    running = RunningValues()
+    running.add(torch.tensor([3.0, math.inf]))
+    running.add(torch.tensor([-4.0, 0.0]))
+    assert running.summary().norm == pytest.approx(5.0, rel=1e-12)
+
+    running.add(torch.tensor([1e200], dtype=torch.float64))
+    assert running.summary().norm is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -9,8 +10,8 @@ from typing import Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.viewing.module_tree import common_length, natural_order, split_name
-from hfshard.viewing.page.page import NO_NAME, Fact, Page, printable_value
+from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, split_name
+from hfshard.viewing.page.page import NO_NAME, Fact, Page, is_path, name_of, printable_value
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part, PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
@@ -71,10 +72,15 @@ def make_checkpoint_page(
     metadata = sorted(found.metadata.items())
     return Page(
         kind="checkpoint",
-        title=printable(found.place),
-        facts=(*_facts(found), *([] if measured is None else [values_fact(measured)])),
+        title=name_of(found.place),
+        place="" if is_path(found.place) else printable(found.place),
+        about=_about(found),
+        facts=(*_facts(found), *([] if measured is None else values_facts(measured))),
         view={
+            "kind": "checkpoint" if found.model is None or found.model.adapter is None else "adapter",
+            "overview": None if measured is None else values_overview(measured),
             "has_map": any(tensor.nbytes for tensor in found.tensors),
+            "has_shards": len(found.weights_files) > 1,
             "entry": printable_value(found.entry),
             "key": None if found.key is None else printable_value(found.key),
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
@@ -96,6 +102,15 @@ def make_checkpoint_page(
     )
 
 
+def _about(found: Inspection) -> tuple[str, ...]:
+    """Say what it is; a base in a folder of this machine by its name."""
+    if found.model is None:
+        return ()
+    base = found.model.base
+    shown = found.model if base is None or not is_path(base) else replace(found.model, base=name_of(base))
+    return tuple(map(printable, shown.describe()))
+
+
 def _facts(found: Inspection) -> tuple[Fact, ...]:
     shards = found.weights_files
     dtypes = [row.dtype for row in found.dtypes]
@@ -103,14 +118,24 @@ def _facts(found: Inspection) -> tuple[Fact, ...]:
     exact = f"{found.parameters:,}"
     more = f" and {len(dtypes) - 3} more" if len(dtypes) > 3 else ""
     return (
-        Fact("weights", format_size(found.nbytes), f"{found.nbytes:,} bytes"),
         Fact("parameters", short, exact if short != exact else ""),
+        Fact("weights", format_size(found.nbytes), f"{found.nbytes:,} bytes"),
+        Fact(
+            "dtype" if len(dtypes) == 1 else "dtypes",
+            ", ".join(map(printable, islice(dtypes, 3))) + more if dtypes else "none",
+            _mixture(found),
+        ),
         Fact("tensors", f"{len(found.tensors):,}", f"and {len(found.tied_names):,} tied" if found.tied_names else ""),
         Fact("files", f"{len(shards):,}", f"largest {format_size(max((file.nbytes for file in shards), default=0))}"),
-        Fact("dtypes", ", ".join(islice(dtypes, 3)) + more if dtypes else "none"),
         Fact("checksums", "yes" if found.is_verifiable else "none", "" if found.is_verifiable else "by another tool"),
         *([Fact("signature", found.signature, "not checked here")] if found.signature else []),
     )
+
+
+def _mixture(found: Inspection) -> str:
+    """Say how much of the weights has the most common dtype, if there are several."""
+    largest, *others = found.dtypes or (None,)
+    return f"{_percent(largest.nbytes, found.nbytes):.0f} % {printable(largest.dtype)}" if largest and others else ""
 
 
 def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
@@ -268,13 +293,114 @@ _DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz
 """Heights of bins in 61 steps, a character each; nonempty bins have at least 1."""
 
 
-def values_fact(measured: MeasuredValues) -> Fact:
-    """Build the fact at the top of a page that counts NaN and infinite numbers."""
+_MOST_MODULES: Final = 200
+"""The most rows of the overview of values, those with the most numbers."""
+_MOST_NAMED: Final = 3
+"""The most tensors that a sentence about values names."""
+_LONGEST_NAMED: Final = 200
+"""The most characters of one of these names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleValues:
+    """The numbers of one layer, or of a module outside layers."""
+
+    name: str
+    elements: int
+    norm: float | None
+    """The 2-norm of all its numbers; None if it overflows."""
+    norm_percent: float
+    """Percentage of the largest norm of a module."""
+    zero_percent: float
+    minimum: float | None
+    maximum: float | None
+    dead_rows: int
+    nan: int
+    inf: int
+
+
+def values_overview(measured: MeasuredValues) -> dict[str, Any]:
+    """Build the table of values by module, and the sentences about what is odd in them."""
+    groups = _modules_of(measured.tensors)
+    rows = [_module_values(name, [measured.tensors[each] for each in names]) for name, names in groups.items()]
+    largest = set(sorted(rows, key=lambda row: -row.elements)[:_MOST_MODULES])
+    most = max((row.norm or 0.0 for row in rows), default=0.0)
+    shown = [
+        replace(row, norm_percent=round(100 * (row.norm or 0.0) / (most or 1.0), 2)) for row in rows if row in largest
+    ]
+    return {
+        "rows": shown,
+        "more": len(rows) - len(shown),
+        "has_dead_rows": any(row.dead_rows for row in rows),
+        "has_odd": any(row.nan or row.inf for row in rows),
+        "sentences": _sentences(measured),
+    }
+
+
+def _modules_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group tensors by their layer, and others by the module they are in; in natural order."""
+    grid = layer_grid(names)
+    groups: dict[str, list[str]] = {}
+    for name in grid.others:
+        groups.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    for stack in grid.stacks:
+        for (layer, _), members in stack.cells.items():
+            groups.setdefault(f"{stack.name}.{layer}" if stack.name else str(layer), []).extend(members)
+    return {name: groups[name] for name in sorted(groups, key=natural_order)}
+
+
+def _module_values(name: str, tensors: Sequence[ValueSummary]) -> ModuleValues:
+    elements = sum(one.elements for one in tensors)
+    norms = [one.norm for one in tensors if one.minimum is not None]
+    known = [norm for norm in norms if norm is not None]
+    return ModuleValues(
+        name=printable(name) or NO_NAME,
+        elements=elements,
+        norm=math.hypot(*known) if len(known) == len(norms) else None,
+        norm_percent=0.0,
+        zero_percent=_percent(sum(one.zeros for one in tensors), elements),
+        minimum=min((one.minimum for one in tensors if one.minimum is not None), default=None),
+        maximum=max((one.maximum for one in tensors if one.maximum is not None), default=None),
+        dead_rows=sum(one.dead_rows for one in tensors),
+        nan=sum(one.nan for one in tensors),
+        inf=sum(one.inf for one in tensors),
+    )
+
+
+def _sentences(measured: MeasuredValues) -> list[str]:
+    tensors = measured.tensors
+    odd = [name for name, one in tensors.items() if one.nan or one.inf]
+    zero = [name for name, one in tensors.items() if one.elements and one.zeros == one.elements]
+    dead = {name: one.dead_rows for name, one in tensors.items() if one.dead_rows and one.zeros < one.elements}
+    sentences = []
+    if odd:
+        sentences.append(f"NaN or infinite numbers in {_named(odd)}.")
+    if zero:
+        sentences.append(f"All zero: {_named(zero)}.")
+    if dead:
+        sentences.append(f"{count_of(sum(dead.values()), 'row')} of zeros in {_named(list(dead))}.")
+    return sentences or ["All numbers are finite, and no row is all zero."]
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = [(printable(name) or NO_NAME)[:_LONGEST_NAMED] for name in names[:_MOST_NAMED]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")
+
+
+def values_facts(measured: MeasuredValues) -> list[Fact]:
+    """Build the facts at the top of a page that count zeros, and NaN and infinite numbers."""
     nan = sum(one.nan for one in measured.tensors.values())
     inf = sum(one.inf for one in measured.tensors.values())
     odd = sum(bool(one.nan or one.inf) for one in measured.tensors.values())
     note = f"in {count_of(odd, 'tensor')}" if odd else ""
-    return Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note)
+    zeros = sum(one.zeros for one in measured.tensors.values())
+    elements = sum(one.elements for one in measured.tensors.values())
+    dead = sum(one.dead_rows for one in measured.tensors.values())
+    return [
+        Fact("zeros", f"{_percent(zeros, elements):.3g} %", f"{count_of(dead, 'row')} of zeros" if dead else ""),
+        Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note),
+    ]
 
 
 def values_data(measured: MeasuredValues, tree: NameTree) -> dict[str, Any]:
@@ -290,7 +416,7 @@ def _row(node: int, one: ValueSummary) -> list[Any]:
     most = max(one.bins, default=1)
     heights = "".join(_DIGITS[-(-count * (len(_DIGITS) - 1) // most)] for count in one.bins)
     numbers = [_short(number) for number in (one.minimum, one.maximum, one.mean, one.std, one.low, one.high)]
-    return [node, one.elements, one.nan, one.inf, *numbers, heights, most]
+    return [node, one.elements, one.nan, one.inf, *numbers, heights, most, one.zeros, _short(one.norm), one.dead_rows]
 
 
 def _short(number: float | None) -> float | None:

@@ -18,10 +18,11 @@ from typing import Any, Final, Literal
 import jinja2
 
 from hfshard._util.arguments import absolute_directory, wraps_os_errors
-from hfshard._util.text import format_size
+from hfshard._util.text import format_size, printable
 from hfshard.constants import VERSION
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.errors import InvalidPathError, escaped
+from hfshard.training.run.manifest import CHECKPOINT
 from hfshard.viewing.screenshot import PNG_BEGINNING
 
 PageKind = Literal["checkpoint", "run", "diff"]
@@ -50,13 +51,39 @@ class Page:
 
     kind: PageKind
     title: str
-    """The object shown: a path, an address, or a name on the Hub; for a diff, the short names of both."""
+    """The object shown: the name of a folder, a file or a repo; for a diff, the short names of both."""
     facts: tuple[Fact, ...]
+    about: tuple[str, ...] = ()
+    """What it is, in a few words each, below the title."""
+    place: str = ""
+    """An address, or the path of a page that shows paths, in small print; "" if it says no more than the title."""
     view: Mapping[str, Any] = field(default_factory=dict)
     """Values that the template writes into the HTML, readable without scripts. The template escapes only markup: names
     and values from a checkpoint must pass through `printable` first."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data for the scripts, as JSON: columns rather than objects, because there may be 100,000 tensors."""
+
+
+def name_of(place: str) -> str:
+    """Return the name of a place: the last part of its path or address, a checkpoint of a run with the run's.
+
+    Args:
+        place: An absolute path, a store address, or a name on the Hub, which remains whole.
+
+    Example:
+        >>> name_of("/data/runs/bert/checkpoint-30"), name_of("org/name@v1")
+        ('bert/checkpoint-30', 'org/name@v1')
+    """
+    if not is_path(place) and "://" not in place:
+        return printable(place)
+    parts = [part for part in place.rpartition("://")[2].split("/") if part]
+    count = 2 if parts and CHECKPOINT.fullmatch(parts[-1]) else 1
+    return printable("/".join(parts[-count:]) or place)
+
+
+def is_path(place: str) -> bool:
+    """Return whether a place is a path of this machine, which a page that is shared does not show."""
+    return place.startswith("/")
 
 
 def printable_value(value: Any) -> str:
@@ -71,16 +98,16 @@ def printable_value(value: Any) -> str:
 
 
 _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
-    "checkpoint": ("base", "treemap", "histograms"),
-    "run": ("base", "run"),
-    "diff": ("base", "diff"),
+    "checkpoint": ("base", "tables", "treemap", "histograms"),
+    "run": ("base", "tables", "run"),
+    "diff": ("base", "tables", "diff"),
 }
 """The style files in `assets` for each kind of page, in this order."""
 
 _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
-    "checkpoint": ("base", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
-    "run": ("base",),
-    "diff": ("base", "diff"),
+    "checkpoint": ("base", "tables", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
+    "run": ("base", "tables"),
+    "diff": ("base", "tables", "diff"),
 }
 """The script files for each kind of page. All are placed in one function and call each other's functions by name."""
 

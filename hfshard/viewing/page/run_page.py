@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hfshard._util.text import format_size, printable
-from hfshard.viewing.page.page import Fact, Page, printable_value
+from hfshard.viewing.page.page import Fact, Page, is_path, name_of, printable_value
 from hfshard.viewing.run_listing import ListedCheckpoint, Part, metrics_text
 
 MOST_CHECKPOINTS: Final = 500
@@ -76,7 +76,8 @@ def make_run_page(
     bars = bars_of([(row.written or 0, row.linked or 0) for row in measured])
     return Page(
         kind="run",
-        title=printable(root),
+        title=name_of(root),
+        place="" if is_path(root) else printable(root),
         facts=_facts(listed, unchanged, best, is_store=is_store),
         view={
             "rows": rows,

@@ -49,7 +49,7 @@ def test_mouse_goes_in_and_out(browser_page: Page, tmp_path: Path) -> None:
     assert crumbs(page) == "all 102.4 KB · 100.0 %"
     assert page.locator("#treemap > button").count() == 1  # the tied head has no bytes of its own
 
-    page.locator("#treemap > button").click()
+    page.locator("#treemap > button").click(position={"x": 20, "y": 8})
     assert crumbs(page) == "all › model 102.4 KB · 100.0 %"
     page.get_by_role("button", name="model.layers, 24 tensors, 62.4 KB").click(position={"x": 20, "y": 8})
     assert crumbs(page) == "all › model › layers 62.4 KB · 60.9 %"
@@ -97,9 +97,12 @@ def test_keyboard_alone_does_everything(browser_page: Page, tmp_path: Path) -> N
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
-    assert crumbs(page) == "all › model › layers › 10 5.2 KB · 5.1 %"
-    assert focused(page) == "model.layers.10.attn.weight, F32 20 × 30, 2.4 KB"
+    assert crumbs(page) == "all 102.4 KB · 100.0 %"
+    assert details(page).startswith("model.layers.10.attn.weight dtype F32 shape 20 × 30 ")
+    assert page.locator("#announcer").inner_text() == "model.layers.10.attn.weight, F32 20 × 30, 2.4 KB"
     assert page.locator("#results").is_hidden()
+    page.keyboard.press("Enter")  # the focus is on the part of the map that has it
+    assert crumbs(page) == "all › model 102.4 KB · 100.0 %"
 
 
 def test_search_leads_from_a_tied_name_to_what_is_stored(browser_page: Page, tmp_path: Path) -> None:
@@ -109,12 +112,86 @@ def test_search_leads_from_a_tied_name_to_what_is_stored(browser_page: Page, tmp
     page.fill("#search", "lm_head")
     page.locator("[role=option]").click()
 
-    assert focused(page) == "model.embed.weight, F32 100 × 100, 40.0 KB"
+    assert details(page).startswith("model.embed.weight dtype F32 shape 100 × 100 ")
     assert details(page).endswith("tied lm_head.weight")
     page.fill("#search", "no such tensor")
     assert page.locator("#results").inner_text() == "No such name"
     page.get_by_role("button", name="model.layers.0.mlp.weight").click()
-    assert focused(page) == "model.layers.0.mlp.weight, BF16 35 × 40, 2.8 KB"
+    assert details(page).startswith("model.layers.0.mlp.weight dtype BF16 shape 35 × 40 ")
+    assert crumbs(page) == "all 102.4 KB · 100.0 %"
+
+
+def test_a_chosen_tensor_is_outlined_and_the_map_stays(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    open_page(page, small_checkpoint(), tmp_path)
+    chosen = page.locator("#treemap .chosen")
+    assert chosen.count() == 0
+    cells = page.locator("#treemap .cell").count()
+
+    page.locator("#treemap .label", has_text="embed.weight").click(force=True)
+
+    assert (crumbs(page), page.locator("#treemap .cell").count()) == ("all 102.4 KB · 100.0 %", cells)
+    assert chosen.inner_text() == "embed.weight"
+    assert details(page).startswith("model.embed.weight dtype F32 shape 100 × 100 ")
+    map_box, details_box = (page.locator(name).bounding_box() for name in ("#treemap", "#details"))
+    assert map_box is not None and details_box is not None
+    assert details_box["x"] >= map_box["x"] + map_box["width"]
+    assert (
+        map_box["y"] <= details_box["y"] < details_box["y"] + details_box["height"] <= map_box["y"] + map_box["height"]
+    )
+
+    page.set_viewport_size({"width": 800, "height": 800})  # drawn anew, and the details below
+    page.wait_for_function("document.querySelector('#treemap').clientWidth < 800")
+    assert chosen.inner_text() == "embed.weight"
+    page.keyboard.press("Enter")
+    assert (crumbs(page), chosen.count()) == ("all › model 102.4 KB · 100.0 %", 0)
+
+
+def test_one_dtype_is_coloured_by_file(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    open_page(page, inspection_of([tensor("a", 10, file=files[0]), tensor("b", 20, file=files[1])]), tmp_path)
+    assert page.locator("#legend").inner_text() == f"{files[0]} · 40 B\n{files[1]} · 80 B"
+    assert page.locator("[aria-pressed=true]").inner_text() == "file"
+    colours = "document.querySelectorAll('#treemap > button')"
+    assert page.evaluate(f"new Set([...{colours}].map((cell) => cell.style.background)).size") == 2
+
+    open_page(page, inspection_of([tensor("a", 10), tensor("b", 20)]), tmp_path)
+    assert page.locator(".colours").is_hidden()
+
+
+def test_layers_that_are_alike_are_drawn_alike(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    path = tmp_path / "page.html"
+    path.write_text(large_page(20), encoding="utf-8")
+    page.goto(path.as_uri())
+
+    counts = page.evaluate("""() => {
+      const layers = [...document.querySelectorAll("#treemap > button > .module")];
+      return [layers.length, new Set(layers.map((layer) => layer.querySelectorAll(".cell").length)).size];
+    }""")
+
+    assert counts == [20, 1]
+    assert page.locator("#treemap .label", has_text="333 parts").count() == 20
+
+
+def test_labels_tell_names_with_the_same_end_apart(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    kinds = ("attention.output.dense", "output.dense", "intermediate.dense", "attention.self.query")
+    names = [f"encoder.layer.{layer}.{kind}.weight" for layer in range(6) for kind in kinds]
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        open_page(page, inspection_of([tensor(name, 100, 100) for name in names]), tmp_path)
+
+        labels, least = page.evaluate("""() => {
+          const labels = [...document.querySelectorAll("#treemap .tensor > .label")];
+          const sizes = labels.map((label) => parseFloat(getComputedStyle(label).fontSize));
+          const own = (cell) => cell.querySelector(":scope > .label")?.textContent ?? "";
+          const path = (cell) => (cell ? `${path(cell.parentElement.closest(".cell"))}.${own(cell)}` : "");
+          return [labels.map((label) => path(label.parentElement)), Math.min(...sizes)];
+        }""")
+
+        assert (len(labels), len(set(labels)), least) == (24, 24, 12), labels
 
 
 def test_colours_are_by_dtype_or_file_in_light_and_dark(browser_page: Page, tmp_path: Path) -> None:
@@ -123,7 +200,7 @@ def test_colours_are_by_dtype_or_file_in_light_and_dark(browser_page: Page, tmp_
     ground = "getComputedStyle(document.body).backgroundColor"
     assert page.locator("#legend").inner_text() == "F32 · 68.8 KB\nBF16 · 33.6 KB"
 
-    page.get_by_role("button", name="file", exact=True).click()
+    page.click("[data-colour=file]")
     assert page.locator("#legend").inner_text().split(" · ")[0] == "model-00001-of-00002.safetensors"
     assert page.evaluate(ground) == "rgb(250, 250, 248)"
     page.get_by_role("button", name="Dark").click()
@@ -141,7 +218,7 @@ def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: 
     page.locator("[role=option]").first.click()
     assert page.evaluate(CHOOSE_ALL) == 26
     for _ in range(3):
-        page.get_by_role("button", name="file", exact=True).click()
+        page.click("[data-colour=file]")
         page.locator("#treemap > button").last.click()
 
     assert page.evaluate("window.attacked") is None

@@ -37,6 +37,25 @@ def test_the_histogram_of_a_chosen_tensor(browser_page: Page, saved: Path) -> No
     details = browser_page.locator("#details")
     assert "standard deviation\n0.57741" in details.inner_text()
     assert details.locator("svg.histogram rect").count() in range(50, 65)
+    assert browser_page.locator("#treemap .chosen").inner_text() == "layer.weight"
+
+
+def test_modules_are_sorted_by_their_numbers(browser_page: Page, saved: Path) -> None:
+    page_file = saved.parent / "modules.html"
+    show_checkpoint(saved, page_file, values=True)
+    browser_page.goto(page_file.as_uri())
+    names = browser_page.locator("#values td:first-child")
+    assert names.all_inner_texts() == ["layer", "norm"]
+    assert "NaN or infinite numbers in norm.bias." in browser_page.locator("#odd").inner_text()
+
+    browser_page.locator("#values th", has_text="greatest").get_by_role("button").click()
+    browser_page.keyboard.press("Enter")
+
+    assert browser_page.locator("#values [aria-sort]").get_attribute("aria-sort") == "ascending"
+    assert names.all_inner_texts() == ["layer", "norm"]
+    browser_page.locator("#values th", has_text="numbers").get_by_role("button").click()
+    browser_page.keyboard.press("Enter")
+    assert names.all_inner_texts() == ["norm", "layer"]
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")

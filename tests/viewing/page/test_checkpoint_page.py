@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.checkpoint_page import ModuleValues, make_checkpoint_page, values_facts, values_overview
 from hfshard.viewing.page.page import json_for_html, render_page
 from hfshard.viewing.results import Inspection
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
@@ -78,8 +78,8 @@ def test_facts_and_tables_can_be_read_without_scripts(small: str) -> None:
         r"\s+", " ", re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", small.replace("<wbr>", ""), flags=re.DOTALL)
     )
 
-    assert "weights 102.4 KB 102,400 bytes parameters 34,000 tensors 25 and 1 tied files 2 largest 66.5 KB" in text
-    assert "dtypes F32, BF16 checksums yes" in text
+    assert "parameters 34,000 weights 102.4 KB 102,400 bytes dtypes F32, BF16 67 % F32 tensors 25 and 1 tied" in text
+    assert "files 2 largest 66.5 KB checksums yes" in text
     assert "model-00001-of-00002.safetensors 44.1 KB 1 xxh3 0123456789ab…" in text
     assert "F32 68.8 KB 13 17,200 BF16 33.6 KB 12 16,800" in text
     assert "model.embed.weight F32 100 × 100 10,000 40.0 KB model-00001-of-00002.safetensors" in text
@@ -215,6 +215,55 @@ def test_values_belong_to_their_tensor_even_where_names_look_alike() -> None:
 def _summary(number: int) -> ValueSummary:
     value = float(number)
     return ValueSummary(1, 0, 0, value, value, value, 0.0, value, value, (1,))
+
+
+def summary(elements: int, minimum: float, maximum: float, norm: float | None, **more: int) -> ValueSummary:
+    return ValueSummary(
+        elements, more.pop("nan", 0), 0, minimum, maximum, 0.0, 1.0, minimum, maximum, (1,), norm=norm, **more
+    )
+
+
+def test_values_are_shown_by_layer_and_what_is_odd_is_said() -> None:
+    measured = MeasuredValues(
+        {
+            "embed.weight": summary(100, -1.0, 1.5, 12.0),
+            "h.0.up.weight": summary(30, -2.0, 2.0, 3.0, zeros=15, dead_rows=2),
+            "h.0.down.weight": summary(10, -7.0, 1.0, 4.0, nan=1),
+            "h.1.up.weight": summary(40, 0.0, 0.0, 0.0, zeros=40, dead_rows=4),
+            "h.1.down.weight": summary(40, -1.0, 1.0, None),
+        },
+        0,
+        0,
+    )
+
+    overview = values_overview(measured)
+
+    assert overview["rows"] == [
+        ModuleValues("embed", 100, 12.0, 100.0, 0.0, -1.0, 1.5, 0, 0, 0),
+        ModuleValues("h.0", 40, 5.0, 41.67, 37.5, -7.0, 2.0, 2, 1, 0),
+        ModuleValues("h.1", 80, None, 0.0, 50.0, -1.0, 1.0, 4, 0, 0),
+    ]
+    assert overview["sentences"] == [
+        "NaN or infinite numbers in h.0.down.weight.",
+        "All zero: h.1.up.weight.",
+        "2 rows of zeros in h.0.up.weight.",
+    ]
+    assert [(fact.label, fact.value, fact.note) for fact in values_facts(measured)] == [
+        ("zeros", "25 %", "6 rows of zeros"),
+        ("NaN, inf", "1, 0", "in 1 tensor"),
+    ]
+
+
+def test_values_without_anything_odd_have_no_columns_for_it() -> None:
+    names = [f"m{number}.weight" for number in range(250)]
+    measured = MeasuredValues({name: summary(1, 1.0, 1.0, 1.0) for name in names}, 0, 0)
+
+    html = render_page(make_checkpoint_page(inspection_of([tensor(name, 1) for name in names]), None, measured))
+
+    assert "All numbers are finite, and no row is all zero." in html
+    assert "and 50 more modules" in html
+    assert "rows of zeros</th>" not in html
+    assert ">NaN</th>" not in html
 
 
 def test_long_tables_say_what_they_leave_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from hfshard.errors import FileError, InvalidPathError
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.page import checked_output, render_page, write_page
+from hfshard.viewing.page.page import checked_output, name_of, render_page, write_page
 from tests.viewing.page.checkpoints import small_checkpoint
 
 PAGE = render_page(make_checkpoint_page(small_checkpoint()))
@@ -73,3 +73,22 @@ def test_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         write_page(PAGE, target)
 
     assert os.listdir(tmp_path) == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("/models/bert", "bert"),
+        ("/models/bert/model.safetensors", "model.safetensors"),
+        ("/runs/bert/checkpoint-00000030", "bert/checkpoint-00000030"),
+        ("/checkpoint-30", "checkpoint-30"),
+        ("/", "/"),
+        ("/models/a\u202eb", "a\\u202eb"),
+        ("/hub/org/name@main", "name@main"),
+        ("org/name@v1", "org/name@v1"),
+        ("s3://bucket/runs/bert/checkpoint-30", "bert/checkpoint-30"),
+        ("s3://bucket", "bucket"),
+    ],
+)
+def test_a_place_is_known_by_its_last_part(place: str, name: str) -> None:
+    assert name_of(place) == name

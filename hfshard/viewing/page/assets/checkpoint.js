@@ -9,18 +9,20 @@ function revealNode(node) {
   treemap.reveal(tree.isLeaf(stored) ? stored : ~stored);
 }
 
+function paintBy(column) {
+  for (const button of document.querySelectorAll("[data-colour]")) button.setAttribute("aria-pressed", String(button.dataset.colour === column));
+  treemap.paintBy(column);
+}
+
 makeSearch(tree, revealNode);
-for (const element of document.querySelectorAll(".search, .colours")) element.hidden = false;
+for (const element of document.querySelectorAll(tree.dtypes.length > 1 || tree.files.length > 1 ? ".search, .colours" : ".search")) element.hidden = false;
 for (const button of document.querySelectorAll("[data-colour]")) {
-  button.addEventListener("click", () => {
-    for (const other of document.querySelectorAll("[data-colour]")) other.setAttribute("aria-pressed", String(other === button));
-    treemap.paintBy(button.dataset.colour);
-  });
+  button.addEventListener("click", () => paintBy(button.dataset.colour));
 }
 for (const place of document.querySelectorAll("[data-node]")) {
   const link = make("button", "link", ...nameText(place.textContent));
   link.addEventListener("click", () => revealNode(Number(place.dataset.node)));
   place.replaceChildren(link);
 }
-treemap.paintBy("dtype");
+paintBy(tree.dtypes.length > 1 ? "dtype" : "file"); // one colour says nothing
 treemap.go({ node: 0, from: 0 });

@@ -1,4 +1,4 @@
-// What the numbers of a tensor are like, in the panel below the map, where the page was made with --values.
+// What the numbers of a tensor are like, in the panel beside the map, where the page was made with --values.
 
 const HEIGHTS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 
@@ -30,11 +30,12 @@ if (data.values) {
       panel.append(make("p", "quiet", words));
       return;
     }
-    const [, elements, nan, inf, least, greatest, mean, std, low, high, heights, most] = row;
-    const facts = [["least", least], ["greatest", greatest], ["mean", mean], ["standard deviation", std]];
+    const [, elements, nan, inf, least, greatest, mean, std, low, high, heights, most, zeros, norm, deadRows] = row;
+    const facts = [["least", least], ["greatest", greatest], ["mean", mean], ["standard deviation", std], ["norm", norm]];
     const shownFacts = facts.map(([label, value]) => [label, value === null ? "none" : String(value)]);
-    shownFacts.push(["NaN", formatCount(nan)], ["inf", formatCount(inf)], ["numbers", formatCount(elements)]);
-    panel.append(make("dl", "", ...shownFacts.map(([label, value]) => make("div", "", make("dt", "", label), make("dd", "", value)))));
+    shownFacts.push(["zeros", formatShare(zeros, elements)]);
+    for (const [label, count] of [["rows of zeros", deadRows], ["NaN", nan], ["inf", inf]]) if (count) shownFacts.push([label, formatCount(count)]);
     if (heights) panel.append(drawHistogram(heights, low, high, most));
+    panel.append(make("dl", "", ...shownFacts.map(([label, value]) => make("div", "", make("dt", "", label), make("dd", "", value)))));
   });
 }

@@ -1,5 +1,7 @@
-// Squarified treemaps (Bruls, Huizing, van Wijk 2000): rows of rectangles that are as square as they can be. What is
-// all of one size, as the layers of a model, stands in rows that are read as text is.
+// Squarified treemaps (Bruls, Huizing, van Wijk 2000): rows of rectangles of sides as alike as they can be, but wider
+// than high, so that names fit. What is all of one size, as the layers of a model, stands in rows that are read as text is.
+
+const WIDER = 1.7; // the width of a good rectangle, by its height
 
 /**
  * Divide a box among sizes.
@@ -11,6 +13,13 @@
  * @returns {boxes, rest}: a box for each of the first sizes, and what is left for all others, or null.
  */
 function squarify(sizes, box, most, smallest) {
+  const narrowed = { x: 0, y: 0, w: box.w / WIDER, h: box.h };
+  const widened = ({ x, y, w, h }) => ({ x: box.x + WIDER * x, y: box.y + y, w: WIDER * w, h });
+  const { boxes, rest } = squares(sizes, narrowed, most, smallest / WIDER);
+  return { boxes: boxes.map(widened), rest: rest && widened(rest) };
+}
+
+function squares(sizes, box, most, smallest) {
   let { x, y, w, h } = box;
   const scale = (w * h) / sizes.reduce((sum, size) => sum + size, 0);
   const isAlike = sizes.length > 1 && sizes[0] === sizes[sizes.length - 1];

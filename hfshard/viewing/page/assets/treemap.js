@@ -2,13 +2,15 @@
 
 const MOST_CELLS = 1500; // elements of the whole map
 const SMALLEST = 24; // square pixels
-const HEADER = 18; // pixels of a line of text
+const HEADER = 19; // pixels of a line of text
+const LINE = 16; // of a label of several
 const HEADED_LEVELS = 2; // levels whose modules have a line of their own; the tensors below name the rest of the way
 const CROWDED = 200; // cells of a map whose items are all too small to be told apart
 const CROWDED_SHARE = 0.85; // of its width; all the others have the rest, which is not to scale then
 const NEARLY_ALL = 0.8; // a module with so much of what is shown counts for no level: "model", "model.layers"
-const NARROWEST_LABEL = 24;
-const CHARACTER = 6.4; // pixels, about
+const NARROWEST_LABEL = 30;
+const CHARACTER = 7; // pixels, about
+const EASILY_SEEN = 10; // pixels of the sides of a cell that is chosen from elsewhere; a smaller one is shown closer
 const GAP = 2;
 
 // Paul Tol's "light" scheme, made for labelled cells, and "iridescent" for many files, in their order: people who are
@@ -49,7 +51,9 @@ function makeTreemap(tree, onItem) {
   let cells = []; // the elements of the first level: {element, item, box}; the last may be the rest, without an item
   let shownBytes = 0;
   let left = 0; // elements that may still be drawn
+  let chosen = null; // the tensor that is outlined
   const itemOfElement = new WeakMap();
+  let cellOfItem = new Map(); // each that is drawn, at any level
 
   const numberOf = () => (column === "dtype" ? tree.dtypes.length : tree.files.length);
 
@@ -89,20 +93,37 @@ function makeTreemap(tree, onItem) {
     const isHeaded = holds && level < HEADED_LEVELS && isWide && box.h >= 2.5 * HEADER;
     const element = make(tag, `cell ${classes} ${holds ? "module" : "tensor"}`);
     if (!holds) paint({ element, item });
-    if (isHeaded || (!holds && isWide && box.h >= HEADER)) {
-      element.append(make("span", "label", shortened(tree.nameBelow(node, above), Math.floor(box.w / CHARACTER) - 1)));
-    }
+    const cell = { element, item, box, holds, level, isHeaded, name: tree.nameBelow(node, above), above: isHeaded ? node : above };
+    if (isHeaded || (!holds && isWide && box.h >= HEADER)) label(cell, cell.name, isHeaded ? 1 : Math.floor((box.h - 3) / LINE));
     itemOfElement.set(element, item);
-    return { element, item, box, holds, level, isHeaded, above: isHeaded ? node : above };
+    cellOfItem.set(item, cell);
+    return cell;
   }
 
-  /** What is in a cell: as many levels as there is room for. */
-  function fill(cell) {
+  function label({ element, box }, name, lines) {
+    const text = shortened(name, Math.floor((box.w - 10) / CHARACTER), Math.min(lines, 3));
+    element.append(make("span", lines > 1 ? "label lines" : "label", ...(lines > 1 ? nameText(text) : [text])));
+  }
+
+  /** A module that is not drawn further: a colour, and the number of its parts. */
+  function close(cell, parts) {
+    paint(cell);
+    if (cell.box.w < NARROWEST_LABEL || cell.box.h < 2 * HEADER) return;
+    const count = countOf(parts, "part");
+    const text = cell.isHeaded ? count : `${cell.name}: ${count}`;
+    cell.element.append(make("span", "label lines", ...nameText(text)));
+  }
+
+  /** How the contents of a cell are divided, which is drawn if there are elements left for it. */
+  function divided(cell) {
     const gap = cell.level < HEADED_LEVELS ? GAP : 0;
     const header = cell.isHeaded ? HEADER : gap;
     const inner = { x: gap, y: header, w: cell.box.w - 2 * gap, h: cell.box.h - header - gap };
     const within = tree.itemsIn(cell.item);
-    const { boxes, rest } = squarify(within.map(tree.bytesOf), inner, left, SMALLEST);
+    return { cell, within, ...squarify(within.map(tree.bytesOf), inner, MOST_CELLS, SMALLEST) };
+  }
+
+  function fill({ cell, within, boxes, rest }) {
     left -= boxes.length;
     if (rest && rest.w * rest.h > 1) { // what is too small to be drawn is there as a colour
       const element = make("span", "cell inner");
@@ -119,6 +140,26 @@ function makeTreemap(tree, onItem) {
     });
   }
 
+  /**
+   * Draw what is in the cells of one level, and return the cells of the next. Cells with as many parts are drawn alike,
+   * all of them or none, so that layers of one kind look the same however many there are.
+   */
+  function fillLevel(level) {
+    const alike = new Map();
+    for (const one of level.map(divided)) {
+      const count = one.within.length;
+      if (alike.has(count)) alike.get(count).push(one);
+      else alike.set(count, [one]);
+    }
+    const next = [];
+    for (const [count, group] of [...alike].sort(([one], [other]) => one - other)) {
+      const boxes = group.reduce((sum, one) => sum + one.boxes.length, 0);
+      if (boxes > left) for (const { cell } of group) close(cell, count);
+      else for (const one of group) next.push(...fill(one));
+    }
+    return next.filter((cell) => cell.holds);
+  }
+
   /** The boxes of the first level. There is at least one: who chooses the rest sees others each time. */
   function divide(w, h) {
     const sizes = items.map(tree.bytesOf);
@@ -133,6 +174,7 @@ function makeTreemap(tree, onItem) {
     const [w, h] = [root.clientWidth, root.clientHeight];
     items = tree.itemsIn(view.node).slice(view.from);
     cells = [];
+    cellOfItem = new Map();
     left = MOST_CELLS;
     shownBytes = items.reduce((sum, item) => sum + tree.bytesOf(item), 0);
     root.replaceChildren();
@@ -149,10 +191,15 @@ function makeTreemap(tree, onItem) {
       if (cell.item !== null) cell.element.setAttribute("aria-label", `${tree.nameOf(tree.nodeOf(cell.item))}, ${factsOf(cell.item)}`);
     }
     cells[0].element.tabIndex = 0;
-    for (let level = cells.filter((cell) => cell.holds); level.length;) {
-      level = level.flatMap(fill).filter((cell) => cell.holds);
-    }
+    for (let level = cells.filter((cell) => cell.holds); level.length;) level = fillLevel(level);
     root.append(...cells.map((cell) => cell.element));
+    outline();
+  }
+
+  /** Mark the cell of the chosen tensor, where it is drawn. */
+  function outline() {
+    for (const marked of root.querySelectorAll(".chosen")) marked.classList.remove("chosen");
+    cellOfItem.get(chosen)?.element.classList.add("chosen");
   }
 
   function makeRest(box, shown) {
@@ -199,6 +246,7 @@ function makeTreemap(tree, onItem) {
   /** Show another view; `focused`: the item whose cell is to have the focus. */
   function go(next, focused = null) {
     view = next;
+    chosen = null;
     draw();
     drawCrumbs();
     hideTip();
@@ -213,16 +261,22 @@ function makeTreemap(tree, onItem) {
     else if (view.node) go({ node: tree.parent[view.node], from: 0 }, view.node);
   }
 
-  function choose(cell) {
+  /** Go into a cell of the first level, or choose the tensor in it that was pressed: the map stays then. */
+  function choose(cell, pressed) {
+    const item = itemOfElement.get(pressed) ?? cell.item;
     if (cell.item === null) go({ node: view.node, from: cell.from }, tree.itemsIn(view.node)[cell.from]);
-    else if (tree.isLeaf(cell.item)) focusOn(cell);
-    else go({ node: cell.item, from: 0 }, tree.itemsIn(cell.item)[0]);
+    else if (tree.isLeaf(item)) focusOn(cell, item);
+    else go({ node: item, from: 0 }, tree.itemsIn(item)[0]);
   }
 
-  function focusOn(cell) {
+  function focusOn(cell, item = cell.item) {
     for (const one of cells) one.element.tabIndex = one === cell ? 0 : -1;
     cell.element.focus({ preventScroll: false });
-    if (cell.item !== null) onItem(cell.item);
+    if (item === null) return;
+    chosen = tree.isLeaf(item) ? item : null;
+    outline();
+    onItem(item);
+    if (item !== cell.item) announce(`${tree.nameOf(tree.nodeOf(item))}, ${factsOf(item)}`);
   }
 
   /** The nearest cell in a direction. */
@@ -243,15 +297,17 @@ function makeTreemap(tree, onItem) {
     return best;
   }
 
-  /** Show where an item is: the module that it is in, with its cell focused. */
+  /** Outline an item where it is drawn; if it is too small to be seen there, show the module that it is in. */
   function reveal(item) {
-    const node = item < 0 ? ~item : Math.max(0, tree.parent[item]);
-    go({ node, from: 0 });
-    if (!tree.bytesOf(item)) return onItem(item);
-    if (!cells.some((cell) => cell.item === item)) go({ node, from: tree.itemsIn(node).indexOf(item) });
-    const cell = cells.find((one) => one.item === item);
-    focusOn(cell);
-    cell.element.classList.add("found");
+    const drawn = cellOfItem.get(item);
+    if (!drawn || Math.min(drawn.box.w, drawn.box.h) < EASILY_SEEN) {
+      const node = item < 0 ? ~item : Math.max(0, tree.parent[item]);
+      go({ node, from: 0 });
+      if (!tree.bytesOf(item)) return onItem(item);
+      if (!cells.some((cell) => cell.item === item)) go({ node, from: tree.itemsIn(node).indexOf(item) });
+    }
+    const { element } = cellOfItem.get(item);
+    focusOn(cellAt(element), item);
     root.scrollIntoView({ block: "nearest" });
     byId("details").scrollIntoView({ block: "nearest" });
   }
@@ -260,7 +316,7 @@ function makeTreemap(tree, onItem) {
 
   root.addEventListener("click", (event) => {
     const cell = cellAt(event.target);
-    if (cell) choose(cell);
+    if (cell) choose(cell, event.detail ? event.target.closest(".cell") : cell.element); // a key presses the whole cell
   });
   root.addEventListener("keydown", (event) => {
     const cell = cellAt(event.target);
@@ -308,12 +364,35 @@ function makeTreemap(tree, onItem) {
   return { go, reveal, paintBy };
 }
 
-/** As much of the end of a name as there is room for, from a dot on; ".weight" goes first. */
-function shortened(name, most) {
-  if (name.length <= most) return name;
-  let rest = name.replace(/(.)\.weight$/, "$1");
-  while (rest.length > most && rest.includes(".")) rest = rest.slice(rest.indexOf(".") + 1);
-  return rest.slice(0, most + 1); // the style puts an ellipsis where it still is too long
+/**
+ * A name in so many characters and lines. ".weight" goes first; then parts from the left become their beginnings, which
+ * still tell "attention.output.dense" from "output.dense": "a.output.dense".
+ */
+function shortened(name, most, lines = 1) {
+  if (fits(name, most, lines)) return name;
+  const parts = name.replace(/(.)\.weight$/, "$1").split(".");
+  for (const length of [4, 3, 1]) {
+    for (let number = 0; number < parts.length; number += 1) {
+      if (fits(parts.join("."), most, lines)) return parts.join(".");
+      if (number < parts.length - 1) parts[number] = [...parts[number]].slice(0, length).join("");
+    }
+  }
+  return parts.join(".").slice(0, most * lines + 1); // the style puts an ellipsis where it still is too long
+}
+
+/** Whether a name fits into lines that are broken where nameText breaks them. */
+function fits(name, most, lines) {
+  let line = 0;
+  let used = 1;
+  for (const piece of name.slice(0, most * lines + 1).split(/(?<=[._/-])(?=[^\d\s])/)) {
+    if (line && line + piece.length > most) {
+      used += 1;
+      line = 0;
+    }
+    line += piece.length;
+    if (line > most) return false;
+  }
+  return used <= lines && name.length <= most * lines;
 }
 
 const shapeText = (shape) => shape.join(" × ") || "scalar";
