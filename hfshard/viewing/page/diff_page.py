@@ -101,7 +101,7 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
     finite = [(norm, name) for norm, name in measured if math.isfinite(norm)]
     if finite:
         norm, name = max(finite, key=lambda one: one[0])
-        facts.append(Fact("largest relative norm", f"{norm:.3g}", printable_value(name)[:200]))
+        facts.append(Fact("largest change", f"{norm:.3g}", f"relative norm of {printable_value(name)[:200]}"))
     note = "" if found.read_bytes else "the digests sufficed"
     return (*facts, Fact("read to compare", format_size(found.read_bytes), note))
 

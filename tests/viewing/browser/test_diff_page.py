@@ -211,6 +211,24 @@ def test_some_of_a_cells_tensors_are_a_share_of_it(browser_page: Page, tmp_path:
     assert names(browser_page) == ["h.1.experts.*.up"]
 
 
+def test_what_is_the_same_everywhere_is_a_line_that_opens(browser_page: Page, tmp_path: Path) -> None:
+    base = {f"h.{layer}.w": torch.ones(2) for layer in range(3)}
+    hfshard.save_state_dict(base, tmp_path / "a")
+    show_checkpoint(tmp_path / "a", tmp_path / "same.html", against=tmp_path / "a")
+    hfshard.save_state_dict({f"new.{name}": tensor + 1 for name, tensor in base.items()} | base, tmp_path / "b")
+    show_checkpoint(tmp_path / "b", tmp_path / "more.html", against=tmp_path / "a")
+
+    browser_page.goto((tmp_path / "same.html").as_uri())
+    assert browser_page.locator("summary").all_inner_texts() == ["h: same in all 3 layers"]
+    assert browser_page.locator("h2:visible").all_inner_texts() == ["Which layers differ"]
+    browser_page.locator("summary").press("Enter")
+    assert browser_page.locator("td.k-same:visible").count() == 3
+    browser_page.goto((tmp_path / "more.html").as_uri())
+    assert browser_page.locator("summary").all_inner_texts() == [
+        "h: same in all 3 layers", "new.h: only in B in all 3 layers",
+    ]  # fmt: skip
+
+
 def test_both_are_named_before_anything_else(browser_page: Page, page_file: Path) -> None:
     browser_page.goto(page_file.as_uri())
 

@@ -75,7 +75,9 @@ def test_the_largest_changes_come_first_and_what_was_zero_is_a_sentence() -> Non
     page = make_diff_page(report_of(tensor_diff("changed", name, values_of(norm)) for name, norm in norms.items()))
 
     facts = [(fact.label, fact.value, fact.note) for fact in page.facts]
-    assert facts[1:3] == [("changed", "4", "100.0 % of B's parameters"), ("largest relative norm", "0.02", "a.weight")]
+    assert facts[1:3] == [
+        ("changed", "4", "100.0 % of B's parameters"), ("largest change", "0.02", "relative norm of a.weight"),
+    ]  # fmt: skip
     assert [(row[0], row[8]) for row in page.data["tensors"]] == [
         ("a.weight", 0.02), ("b.weight", 0.01), ("b.bias", "from 0"), ("a.bias", "from 0"),
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 // The heat maps of a diff: layers x kinds of tensors for each stack, shaded by relative norm, by mouse and by keyboard.
 
 const MOST_WIDE = 24; // layers that all have their number; of more, some have
+const MOST_NARROW = 9; // the same on a narrow screen
 const SIDES = { "-1": "below the scale", 1: "above the scale" };
 
 const pointer = make("div", ""); // at the cell under the mouse or with the focus, which follows it when the page is scrolled
@@ -43,7 +44,7 @@ function cellOf(stack, row, column) {
     cell.classList.add(`s${stack.shades[row][column]}`);
     if (stack.sides[row][column]) cell.classList.add(stack.sides[row][column] > 0 ? "above" : "below");
   }
-  if (part && part[0] && part[0] < part[1]) {
+  if (isPartial(part)) {
     cell.classList.add("part");
     cell.style.setProperty("--share", `${(100 * part[0]) / part[1]}%`);
   }
@@ -60,10 +61,20 @@ function headsOf(layers) {
   return layers.map((layer, at) => make("th", "", at % every || (every > 1 && at + 2 > layers.length) ? "" : String(layer)));
 }
 
+/** The kind that all cells of a stack have, so that there is nothing to see; null if they tell parts of it apart. */
+function uniformKind(stack) {
+  const kinds = new Set(stack.worst.flat());
+  kinds.delete(-1);
+  return kinds.size === 1 && stack.norms.flat().every((norm) => norm === null) && !stack.parts.flat().some(isPartial) ? [...kinds][0] : null;
+}
+
+const isPartial = (part) => part && part[0] < part[1] && part[0] > 0;
+const uniformWords = (stack) => `${data.words[uniformKind(stack)]} in all ${countOf(stack.layers.length, "layer")}`;
+
 /** Draw a stack; `onChoose` gets the chosen cell and its name, or null for none. */
 function drawStack(stack, onChoose) {
   const isMany = stack.layers.length > MOST_WIDE;
-  const table = make("table", isMany ? "grid many" : "grid");
+  const table = make("table", `grid ${isMany ? "many" : stack.layers.length > MOST_NARROW ? "some" : ""}`);
   table.setAttribute("role", "grid");
   table.setAttribute("aria-label", stack.name || "layers");
   table.style.setProperty("--layers", stack.layers.length);
@@ -125,7 +136,8 @@ function drawStack(stack, onChoose) {
   table.addEventListener("mouseleave", () => point(null));
   table.addEventListener("focusin", (event) => point(cellAt(event)));
   table.addEventListener("focusout", () => point(null));
-  const box = make("div", "scroll", table);
+  const box = make(uniformKind(stack) === null ? "div" : "details", "scroll", table);
+  if (box.matches("details")) box.prepend(make("summary", "", ...nameText(table.ariaLabel), `: ${uniformWords(stack)}`));
   if (stack.more) box.append(make("p", "quiet", `and ${formatCount(stack.more)} more layers or kinds`));
   return box;
 }
