@@ -24,8 +24,8 @@ from hfshard.cli.shared_arguments import (
     add_variant,
     add_verify_level,
 )
-from hfshard.viewing.describe import headline, rename_rules
-from hfshard.viewing.module_tree import LayerStack, fold_names, fold_rows, layer_grid, natural_order
+from hfshard.viewing.describe import headline, rename_rules, zero_before
+from hfshard.viewing.module_tree import LayerStack, fold_names, fold_rows, kinds_by_role, layer_grid, natural_order
 from hfshard.viewing.results import FROM_ZERO, KIND_WORDS, LEAST, CheckpointDiff, NormScale, TensorDiff
 
 _EXIT_SAME = 0
@@ -102,8 +102,9 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
     print_text(printable(headline(found)))
     print_text("\n" + places_table(found, *places))
     print_text(f"\n{_comparison_method(found)}")
-    for line in (*not_finite_lines(found), *zero_before_lines(found)):
-        print_text(line)
+    for line in (*not_finite_lines(found), printable(zero_before(found))):
+        if line:
+            print_text(line)
     if not found.differing:
         return
     renames = renames_table(found)
@@ -174,13 +175,13 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     norms: dict[str, float] = {}
     for one in found.tensors:  # a name may be in several pairs
         norms[one.name] = max(_heat(one), norms.get(one.name, 0.0))
-    scale = found.norm_scale()
     stacks = [
         stack
         for stack in layer_grid(tensor.name for tensor in found.tensors).stacks
         if _hottest(stack, norms) > _NOT_MEASURED
     ]
     stacks.sort(key=lambda stack: -_hottest(stack, norms))
+    scale = found.norm_scale(name for stack in stacks for names in stack.cells.values() for name in names)
     for stack in stacks[:_MOST_STACKS]:
         yield _map(stack, norms, scale, style)
     if len(stacks) > _MOST_STACKS:
@@ -207,7 +208,8 @@ def _map(stack: LayerStack, norms: dict[str, float], scale: NormScale, style: He
     for (_, kind), norm in cells.items():
         heat[kind] = max(norm, heat.get(kind, 0.0))
     hot = {kind for kind in sorted(heat, key=lambda kind: -heat[kind])[:_MOST_KINDS] if heat[kind]}
-    labels = {kind: elide_middle(printable(kind), _MOST_LABEL) for kind in stack.kinds if kind in hot}
+    in_order = [kind for _, kinds in kinds_by_role(hot) for kind in kinds]
+    labels = {kind: elide_middle(printable(kind), _MOST_LABEL) for kind in in_order}
     title = elide_middle(printable(f"{stack.name}.*" if stack.name else "*"), _MOST_LABEL)
     width = max(len(title), *map(len, labels.values()))
     per_column = max(1, math.ceil(len(stack.layers) / max(1, style.columns - width - 2)))
@@ -343,15 +345,6 @@ def not_finite_lines(found: CheckpointDiff) -> list[str]:
             text = shorten_list([elide_middle(printable(name), 60) for name in names], 3)
             lines.append(f"NaN or infinite in {side} and not in {other}: {count} of {text}")
     return lines
-
-
-def zero_before_lines(found: CheckpointDiff) -> list[str]:
-    """Report tensors that were zero in A and are not in B, which have no relative norm."""
-    names = found.zero_in_a
-    if not names:
-        return []
-    text = shorten_list([elide_middle(printable(name), 60) for name in names], 3)
-    return [f"Zero in A and not in B: {count_of(len(names), 'tensor')}: {text}"]
 
 
 def _difference(tensor: TensorDiff) -> str:

@@ -57,6 +57,22 @@ def headline(found: CheckpointDiff) -> str:
     return f"{_capitalized('; '.join(clauses))}{ending}."
 
 
+def zero_before(found: CheckpointDiff) -> str:
+    """Say in one sentence which tensors were zero in a and nonzero in b: their changes have no relative norm.
+
+    Args:
+        found: The result of `diff_checkpoints`, with values.
+
+    Returns:
+        A sentence like `headline`'s; "" if there are no such tensors.
+    """
+    names = found.zero_in_a
+    if not names:
+        return ""
+    where = _where_named(names, found)
+    return f"{_tensors(len(names))} {'was' if len(names) == 1 else 'were'} zero in A and nonzero in B: {where}."
+
+
 def _nothing_in_common(by_kind: dict[DiffKind, list[TensorDiff]]) -> str:
     texts = []
     for side, tensors in (("A", by_kind.get("only_in_a", [])), ("B", by_kind.get("only_in_b", []))):
@@ -136,7 +152,11 @@ def _ending(by_kind: dict[DiffKind, list[TensorDiff]], clauses: Sequence[str]) -
 
 
 def _where(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return describe_tensors({tensor.name for tensor in tensors}, [tensor.name for tensor in found.tensors])
+    return _where_named([tensor.name for tensor in tensors], found)
+
+
+def _where_named(names: Sequence[str], found: CheckpointDiff) -> str:
+    return describe_tensors(set(names), [tensor.name for tensor in found.tensors])
 
 
 def _names_text(renamed: Sequence[TensorDiff]) -> str:

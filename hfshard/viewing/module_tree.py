@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 _MOST_RANGES: Final = 8
 """The most ranges of numbers in a label; longer lists are cut."""
@@ -289,6 +289,69 @@ def layer_grid(names: Iterable[str]) -> LayerGrid:
         cells.setdefault(".".join(parts[:position]), {}).setdefault(cell, []).append(".".join(parts))
     stacks = [_stack(name, cells[name]) for name in sorted(cells, key=natural_order)]
     return LayerGrid(tuple(stacks), tuple(sorted(others, key=natural_order)))
+
+
+Role = Literal["attention", "MLP", "norms", "other"]
+"""The part of a layer that a tensor belongs to."""
+
+_MLP_WORDS: Final = frozenset(
+    {"dense", "densereludense", "down", "expert", "experts", "fc", "fc1", "fc2", "ff", "gate", "intermediate"}
+    | {"lin1", "lin2", "linear1", "linear2", "moe", "output", "router", "up", "w1", "w2", "w3", "wi", "wo"}
+)
+_STEPS: Final[tuple[frozenset[str], ...]] = (
+    frozenset({"q", "query", "wq"}),
+    frozenset({"k", "key", "wk"}),
+    frozenset({"v", "value", "wv"}),
+    frozenset({"gate", "router", "w1"}),
+    frozenset({"fc", "fc1", "intermediate", "lin1", "linear1", "up", "w3", "wi"}),
+    frozenset(),
+    frozenset({"down", "fc2", "lin2", "linear2", "o", "out", "output", "w2", "wo"}),
+)
+"""Words of names, in the order in which a layer computes; the empty set is the place of names with none of them."""
+
+
+def kinds_by_role(kinds: Iterable[str]) -> list[tuple[Role, tuple[str, ...]]]:
+    """Sort kinds of tensors as a layer computes with them: query before key, up before down, a weight before its bias.
+
+    Files usually have them in alphabetical order, so the order comes from the words in the names.
+
+    Args:
+        kinds: The kinds of a `LayerStack`.
+
+    Returns:
+        The roles that occur, attention first, with their kinds.
+
+    Example:
+        >>> kinds_by_role(["attn.k.weight", "attn.q.weight", "mlp.up.bias", "mlp.up.weight"])
+        [('attention', ('attn.q.weight', 'attn.k.weight')), ('MLP', ('mlp.up.weight', 'mlp.up.bias'))]
+    """
+    found: dict[Role, list[str]] = {role: [] for role in get_args(Role)}
+    for kind in sorted(kinds, key=_computing_order):
+        found[_role(_words(kind))].append(kind)
+    return [(role, tuple(members)) for role, members in found.items() if members]
+
+
+def _words(kind: str) -> set[str]:
+    return set(re.findall(r"[a-z]+[0-9]*", kind.lower()))
+
+
+def _role(words: set[str]) -> Role:
+    if any("norm" in word or word.rstrip("0123456789") in ("ln", "rms") for word in words):
+        return "norms"
+    is_attention = any("attn" in word or "attention" in word for word in words)
+    if is_attention or not words.isdisjoint(_STEPS[0] | _STEPS[1] | _STEPS[2] | {"qkv"}):
+        return "attention"
+    is_mlp = any("mlp" in word or "ffn" in word or "feed" in word for word in words)
+    return "MLP" if is_mlp or not words.isdisjoint(_MLP_WORDS) else "other"
+
+
+def _computing_order(kind: str) -> tuple[object, ...]:
+    words = _words(kind)
+    is_cross = any("cross" in word or "encdec" in word or word == "encoder" for word in words)
+    known = () if _role(words) == "norms" else enumerate(_STEPS)
+    step = next((at for at, some in known if words & some), _STEPS.index(frozenset()))
+    module, _, tensor = kind.rpartition(".")
+    return is_cross, step, natural_order(module), tensor != "weight", natural_order(tensor)
 
 
 def split_name(name: str) -> list[str]:

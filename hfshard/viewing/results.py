@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -198,6 +198,11 @@ class ValueDiff:
     inf_b: int
 
     @property
+    def cosine_distance(self) -> float | None:
+        """1 - cosine; None without a cosine. In float32, anything below 1e-6 is rounding."""
+        return None if self.cosine is None else max(0.0, 1.0 - self.cosine)
+
+    @property
     def was_zero(self) -> bool:
         """True if only a is zero, so that the change has no relative norm."""
         return math.isinf(self.relative_norm)
@@ -276,11 +281,16 @@ class CheckpointDiff:
         """The number of tensors of each kind that occurs."""
         return dict(Counter(tensor.kind for tensor in self.tensors))
 
-    def norm_scale(self) -> NormScale:
-        """Return the scale of the relative norms, of which the largest counts if a name is in several pairs."""
+    def norm_scale(self, shown: Iterable[str]) -> NormScale:
+        """Return the scale of the relative norms in a map, of which the largest counts if a name is in several pairs.
+
+        Args:
+            shown: The names in the map; no other tensor stretches the scale.
+        """
+        names = set(shown)
         norms: dict[str, float] = {}
         for tensor in self.tensors:
-            if tensor.values is not None:
+            if tensor.values is not None and tensor.name in names:
                 norms[tensor.name] = max(tensor.values.relative_norm, norms.get(tensor.name, 0.0))
         return norm_scale(norms.values())
 
@@ -308,11 +318,17 @@ class CheckpointDiff:
         }
 
 
-# Shade levels for relative norms: from the smallest to the largest that occurs, on a logarithmic scale.
+# Shade levels for relative norms: from the smallest to the largest usual one, on a logarithmic scale.
 
 
 _DECADES: Final = 6
 """Decades that the levels may span; smaller changes have the lowest level."""
+
+_LEAST_REACH: Final = 1.0
+"""Decades from a quartile within which no norm is an outlier, however alike the others are."""
+
+_WHISKER: Final = 1.5
+"""The same in distances between the quartiles, as in a box plot."""
 
 LEAST: Final = sys.float_info.min
 """Represents a change that has no norm; it has the lowest level and does not affect the scale."""
@@ -336,13 +352,20 @@ class NormScale:
         share = math.log(norm / self.low) / math.log(self.high / self.low)
         return 1 + round(share * (levels - 1))
 
+    def side(self, norm: float) -> int:
+        """Return -1 for a norm below the scale, 1 for one above it, and 0 for any other or a change without a norm."""
+        return int(norm > self.high) - int(LEAST < norm < self.low)
+
     def norm_of(self, level: int, levels: int) -> float:
         """Return a norm in the middle of a level."""
         return self.low * math.pow(self.high / self.low, (level - 1) / (levels - 1))
 
 
 def norm_scale(norms: Iterable[float]) -> NormScale:
-    """Fit a scale to norms, spanning at least a decade so that small differences look small.
+    """Fit a scale to the usual norms, spanning at least a decade so that small differences look small.
+
+    Outliers are beyond its ends: norms that are further from the quartiles than 1.5 times their distance, and than a
+    decade.
 
     Args:
         norms: Any number of non-negative norms; zeros and infinities have no effect.
@@ -351,7 +374,20 @@ def norm_scale(norms: Iterable[float]) -> NormScale:
         >>> norm_scale([1e-5, 1e-3]).level(1e-4, 9)
         5
     """
-    positive = [norm for norm in norms if LEAST < norm < math.inf]
-    high = max(positive, default=1.0)
-    low = max(min(positive, default=0.0), high / 10**_DECADES)
-    return NormScale(min(low, high / 10), high)
+    positive = sorted(norm for norm in norms if LEAST < norm < math.inf)
+    if not positive:
+        return NormScale(0.1, 1.0)
+    decades = [math.log10(norm) for norm in positive]
+    first, third = _quantile(decades, 0.25), _quantile(decades, 0.75)
+    reach = max(_WHISKER * (third - first), _LEAST_REACH)
+    usual = [norm for norm, at in zip(positive, decades, strict=True) if first - reach <= at <= third + reach]
+    high = usual[-1]
+    return NormScale(min(max(usual[0], high / 10**_DECADES), high / 10), high)
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    """Interpolate between the two values that have this share of the others below them."""
+    position = share * (len(ascending) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (ascending[above] - ascending[below]) * (position - below)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
-from hfshard.viewing.describe import headline
+from hfshard.viewing.describe import headline, zero_before
 from hfshard.viewing.results import TensorDiff
-from tests.viewing.reports import BERT, facts, marked, renamed, report_of, tensor_diff
+from tests.viewing.reports import BERT, facts, marked, renamed, report_of, tensor_diff, values_of
 
 LLAMA = [f"model.layers.{n}.self_attn.{part}_proj.weight" for n in range(24) for part in "qkvo"] + ["lm_head.weight"]
 ADAPTER = [
@@ -138,3 +139,19 @@ def test_encoder_and_decoder_are_told_apart_and_long_names_shortened() -> None:
     )
     long = tensor_diff("changed", "x" * 10_000)
     assert len(headline(report_of([long, *marked(["a", "b"])]))) < 100
+
+
+def test_what_was_zero_is_a_sentence() -> None:
+    def told(*zeros: str) -> str:
+        return zero_before(
+            report_of(
+                tensor_diff("changed", name, values_of(inf if any(part in name for part in zeros) else 0.5))
+                for name in BERT
+            )
+        )
+
+    assert told() == ""
+    assert told("pooler") == "1 tensor was zero in A and nonzero in B: bert.pooler.dense."
+    assert told("query.bias", "classifier") == (
+        "14 tensors were zero in A and nonzero in B: query.bias of all 12 layers and classifier."
+    )

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hfshard.viewing.module_tree import layer_grid, natural_order
+from hfshard.viewing.module_tree import kinds_by_role, layer_grid, natural_order
 
 
 def test_layers_and_kinds_of_a_llama_in_natural_order() -> None:
@@ -30,6 +30,44 @@ def test_experts_are_one_kind() -> None:
     (stack,) = layer_grid([*names, "layers.0.mlp.gate", "layers.1.mlp.gate"]).stacks
     assert stack.kinds == ("mlp.experts.*.w1", "mlp.gate")
     assert stack.cells[1, "mlp.experts.*.w1"] == tuple(f"layers.1.mlp.experts.{expert}.w1" for expert in range(11))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {
+            "attention": ["attention.self.query.weight", "attention.self.query.bias", "attention.self.key.weight",
+                          "attention.self.value.weight", "attention.output.dense.weight"],
+            "MLP": ["intermediate.dense.weight", "output.dense.weight", "output.dense.bias"],
+            "norms": ["attention.output.LayerNorm.weight", "output.LayerNorm.weight", "output.LayerNorm.bias"],
+        },
+        {
+            "attention": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight",
+                          "self_attn.o_proj.weight"],
+            "MLP": ["mlp.experts.*.gate_proj.weight", "mlp.gate.weight", "mlp.experts.*.up_proj.weight",
+                    "mlp.experts.*.down_proj.weight"],
+            "norms": ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight"],
+        },
+        {
+            "attention": ["attn.c_attn.weight", "attn.c_proj.weight"],
+            "MLP": ["mlp.c_fc.weight", "mlp.c_proj.weight"],
+            "norms": ["ln_1.weight", "ln_2.weight"],
+        },
+        {
+            "attention": ["layer.0.SelfAttention.q.weight", "layer.0.SelfAttention.o.weight",
+                          "layer.1.EncDecAttention.q.weight", "layer.1.EncDecAttention.o.weight"],
+            "MLP": ["layer.2.DenseReluDense.wi.weight", "layer.2.DenseReluDense.wo.weight"],
+            "norms": ["layer.0.layer_norm.weight"],
+        },
+        {"other": ["w", "mixer.A_log", "mixer.conv1d.weight"]},
+    ],
+)  # fmt: skip
+def test_kinds_are_in_the_order_in_which_a_layer_computes(kinds: dict[str, list[str]]) -> None:
+    alphabetical = sorted(kind for members in kinds.values() for kind in members)
+
+    found = kinds_by_role(alphabetical)
+
+    assert [(role, list(members)) for role, members in found] == list(kinds.items())
 
 
 def test_numbers_that_end_a_name_are_those_of_tensors() -> None:

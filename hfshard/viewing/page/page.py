@@ -107,7 +107,7 @@ _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
 _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
     "checkpoint": ("base", "tables", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
     "run": ("base", "tables"),
-    "diff": ("base", "tables", "diff"),
+    "diff": ("base", "tables", "heatmap", "diff"),
 }
 """The script files for each kind of page. All are placed in one function and call each other's functions by name."""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hfshard.viewing.page.diff_page import make_diff_page
-from tests.viewing.reports import report_of, tensor_diff, values_of
+from hfshard.viewing.page.page import render_page
+from hfshard.viewing.results import TensorDiff, TensorEntry, ValueDiff
+from tests.viewing.reports import marked, renamed, report_of, tensor_diff, values_of
 
 
 def test_grids_have_no_more_cells_than_a_browser_draws() -> None:
@@ -25,9 +28,37 @@ def test_shades_span_what_changed_however_little() -> None:
     page = make_diff_page(report_of([*found, tensor_diff("same", "h.7.w")]))
 
     [stack] = page.data["stacks"]
-    assert stack["shades"] == [[1, 2, 3, 4, 5, 5, 1, 0]]
+    assert stack["shades"] == [[1, 3, 5, 7, 9, 9, 1, 0]]
+    assert stack["sides"] == [[0, 0, 0, 0, 0, 1, 0, 0]]
     assert stack["norms"] == [[1e-7, 1e-6, 1e-5, 1e-4, 1e-3, "from 0", 0.0, None]]
-    assert page.view["ramp"] == ["1.0e-07", "1.0e-06", "1.0e-05", "1.0e-04", "1.0e-03"]
+    assert page.view["ramp"][::4] == ["1e-07", "1e-05", "0.001"]
+    assert (page.view["has_below"], page.view["has_above"]) == (False, True)
+    assert page.view["signs"] == [("same", "same")]
+
+
+def test_what_is_not_in_the_grid_does_not_stretch_its_shades() -> None:
+    norms = {"h.0.w": 1e-3, "h.1.w": 1e-2, "pooler.w": 5.5}
+    page = make_diff_page(report_of(tensor_diff("changed", name, values_of(norm)) for name, norm in norms.items()))
+
+    assert page.data["stacks"][0]["shades"] == [[1, 9]]
+    assert (page.view["ramp"][0], page.view["ramp"][-1]) == ("0.001", "0.01")
+    assert (page.view["has_below"], page.view["has_above"]) == (False, False)
+
+
+def test_rows_are_in_the_order_of_a_layer_and_experts_share_one() -> None:
+    kinds = ["ln.weight", "mlp.down.weight", "attn.k.weight", "attn.q.weight", "mlp.up.weight"]
+    names = [f"h.{layer}.{kind}" for layer in (0, 1) for kind in kinds]
+    experts = [f"h.{layer}.moe.{expert}.w1" for layer in (0, 1) for expert in range(4)]
+    changed = ["h.0.moe.2.", "h.1.moe.", "h.1.ln"]
+
+    [stack] = make_diff_page(report_of(marked([*names, *experts], changed=changed))).data["stacks"]
+
+    assert list(zip(stack["roles"], stack["kinds"], strict=True)) == [
+        ("attention", "attn.q.weight"), ("attention", "attn.k.weight"), ("MLP", "moe.*.w1"),
+        ("MLP", "mlp.up.weight"), ("MLP", "mlp.down.weight"), ("norms", "ln.weight"),
+    ]  # fmt: skip
+    assert stack["parts"] == [[0, 0], [0, 0], [(1, 4), (4, 4)], *[[0, 0]] * 3]
+    assert stack["worst"] == [[0, 0], [0, 0], [6, 6], [0, 0], [0, 0], [0, 6]]
 
 
 def test_a_name_in_several_pairs_has_the_largest_norm_on_the_scale() -> None:
@@ -35,16 +66,98 @@ def test_a_name_in_several_pairs_has_the_largest_norm_on_the_scale() -> None:
 
     page = make_diff_page(report_of(found))
 
-    assert page.data["stacks"][0]["shades"] == [[1, 5]]
-    assert page.view["ramp"] == ["1.0e-03", "3.2e-03", "1.0e-02", "3.2e-02", "1.0e-01"]
+    assert page.data["stacks"][0]["shades"] == [[1, 9]]
+    assert page.view["ramp"][::2] == ["0.001", "0.0032", "0.01", "0.032", "0.1"]
 
 
-def test_the_largest_change_is_a_number_and_what_was_zero_is_counted() -> None:
-    norms = {"a.weight": 0.02, "a.bias": math.inf, "b.weight": 0.01, "b.bias": math.inf}
+def test_the_largest_changes_come_first_and_what_was_zero_is_a_sentence() -> None:
+    norms = {"b.bias": math.inf, "b.weight": 0.01, "a.weight": 0.02, "a.bias": math.inf}
     page = make_diff_page(report_of(tensor_diff("changed", name, values_of(norm)) for name, norm in norms.items()))
 
-    assert [(fact.label, fact.value, fact.note) for fact in page.facts[-2:]] == [
-        ("largest change", "0.02", "a.weight"),
-        ("zero in A, not in B", "2", "a.bias"),
+    facts = [(fact.label, fact.value, fact.note) for fact in page.facts]
+    assert facts[1:3] == [
+        ("changed", "4", "100.0 % of B's parameters"), ("largest change", "0.02", "relative norm of a.weight"),
+    ]  # fmt: skip
+    assert [(row[0], row[8]) for row in page.data["tensors"]] == [
+        ("a.weight", 0.02), ("b.weight", 0.01), ("b.bias", "from 0"), ("a.bias", "from 0"),
+    ]  # fmt: skip
+    assert page.view["sentences"] == [
+        "All 4 tensors changed.",
+        "2 tensors were zero in A and nonzero in B: a.bias and b.bias.",
     ]
-    assert [row[5] for row in page.data["tensors"]] == [0.02, "from 0", 0.01, "from 0"]
+
+
+def test_layers_that_changed_alike_share_a_row() -> None:
+    names = [f"enc.layer.{layer}.{kind}" for layer in range(6) for kind in ("q.weight", "v.weight")]
+    found = marked([*names, "pooler.weight"], changed=[".0.q", ".3.", ".4.", ".5.", "pooler"])
+
+    data = make_diff_page(report_of(found)).data
+
+    assert data["folds"] == ["enc.layer.{0,3-5}.q.weight", "enc.layer.{3-5}.v.weight"]
+    assert [(row[0], row[3]) for row in data["tensors"]] == [
+        ("enc.layer.0.q.weight", 0), ("enc.layer.3.q.weight", 0), ("enc.layer.3.v.weight", 1),
+        ("enc.layer.4.q.weight", 0), ("enc.layer.4.v.weight", 1), ("enc.layer.5.q.weight", 0),
+        ("enc.layer.5.v.weight", 1), ("pooler.weight", -1),
+    ]  # fmt: skip
+
+
+def test_a_hundred_thousand_changes_stay_under_five_megabytes() -> None:
+    values = ValueDiff(14_680_064, 14_680_001, 1.23456e-3, 1.23456e-2, 0.999912345678, 123, 123, 123, 123)
+    names = [f"model.layers.{n // 1000}.mlp.experts.{n % 1000 // 4}.proj{n % 4}.weight" for n in range(100_000)]
+
+    page = make_diff_page(report_of(tensor_diff("changed", name, values) for name in names))
+
+    assert len(page.data["tensors"]) == 20_000
+    assert page.view["more"] == 80_000
+    assert len(render_page(page)) < 5_000_000
+
+
+def test_kinds_shapes_and_old_names_keep_rows_apart() -> None:
+    names = [f"h.{layer}.w" for layer in range(6)]
+    found = [
+        *marked(names[:4], cast=[".0", ".1"], changed=[".2", ".3"]),
+        renamed("t.4.w", names[4]),
+        renamed("u", names[5]),
+    ]
+
+    data = make_diff_page(report_of(found)).data
+
+    assert data["folds"] == ["h.{0-1}.w", "h.{2-3}.w"]
+    assert [row[3] for row in data["tensors"]] == [0, 0, 1, 1, -1, -1]
+
+
+def test_experts_of_one_layer_share_a_row() -> None:
+    names = [f"h.{layer}.moe.{expert}.w1" for layer in (0, 1) for expert in range(3)]
+
+    data = make_diff_page(report_of(marked(names, changed=["h.1."]))).data
+
+    assert data["folds"] == ["h.1.moe.*.w1"]
+
+
+def test_a_column_that_says_one_thing_is_a_sentence() -> None:
+    values = [values_of(0.5, max_abs=0.25), values_of(0.5, max_abs=0.5, changed=1)]
+    found = [tensor_diff("changed", name, one) for name, one in zip("ab", values, strict=True)]
+
+    several = make_diff_page(report_of(found))
+    one = make_diff_page(report_of(found[:1]))
+    none = make_diff_page(report_of(marked("ab")))
+
+    assert several.data["columns"] == ["max", "share"]
+    assert several.view["same_in_all"] == ["changed", "F32", "2", "relative norm 0.5", "1 − cosine 0.0"]
+    assert one.data["columns"] == ["norm", "max", "turn", "share", "kind", "dtype", "shape"]
+    assert one.view["same_in_all"] == []
+    assert (none.data["columns"], none.view["same_in_all"]) == ([], [])
+
+
+def test_a_small_turn_is_not_rounded_to_a_cosine_of_one() -> None:
+    def turn(cosine: float | None, dtype: str) -> object:
+        entry = TensorEntry("w", dtype, (2,), 8 if dtype == "F32" else 4, "model.safetensors")
+        found = TensorDiff("changed", entry, entry, replace(values_of(0.1), cosine=cosine))
+        return make_diff_page(report_of([found])).data["tensors"][0][10]
+
+    assert turn(1 - 2e-9, "F32") == 2e-9
+    assert turn(1 - 3e-6, "BF16") == 3e-6
+    assert turn(1 - 2e-7, "BF16") == 0.0  # the cosine is known to six digits
+    assert turn(1 + 1e-12, "F32") == 0.0
+    assert turn(-0.5, "F32") == 1.5
+    assert turn(None, "F32") is None

@@ -1,121 +1,176 @@
-// The page of a diff: a grid of layers x kinds for each stack, and a list that clicks, words and kinds narrow down.
+// The table of a diff: rows of layers that changed alike, which open; a cell, words and kinds narrow it down.
 
-const MOST_ROWS = 200; // of the list; all are counted
-const MOST_WIDE = 24; // layers whose cells are as wide as they like; more share the width of the page
-const wordsOf = (kind) => data.words[kind];
+const MOST_ROWS = 200; // of the table; all are counted
+const NAME = 0, KIND = 1, CELL = 2, FOLD = 3, DTYPE = 4, SHAPE = 5, OLD = 6, SHADE = 7, NORM = 8, MAX = 9, TURN = 10, CHANGED = 11,
+  ELEMENTS = 12, ODD = 13;
 const chosenKinds = new Set(data.kinds.map((_, number) => number));
-let chosenCell = null; // { id, words }
+const openFolds = new Set();
+let chosenCell = null; // its number
+let isFolded = data.folds.length > 0;
+let order = null; // [column, isDescending]; null: the largest first, as in the data
 
-function normWords(norm) {
-  if (norm === null) return "";
-  return typeof norm === "string" ? `, ${norm}` : `, relative norm ${norm}`;
+/** Numbers of three digits; small ones with an exponent. */
+function formatNumber(value) {
+  if (value === null || value === undefined || typeof value === "string") return value ?? "";
+  if (value === 0) return "0";
+  return Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6 ? value.toExponential(2) : value.toPrecision(3);
 }
 
-function cellOf(stack, row, column) {
-  const kind = stack.worst[row][column];
-  const cell = make("td", "");
-  if (kind < 0) {
-    cell.className = "none";
+/** The largest number of a list; a text, as for a change from zero, only where there is no number. */
+function largest(values) {
+  const numbers = values.filter((value) => typeof value === "number");
+  return numbers.length ? Math.max(...numbers) : (values.find((value) => typeof value === "string") ?? null);
+}
+
+/** A line of the table: one tensor, or several that are folded; numbers are the largest of theirs. */
+function lineOf(tensors, label) {
+  const [first] = tensors;
+  const sum = (at) => tensors.reduce((total, tensor) => total + (tensor[at] ?? 0), 0);
+  return {
+    tensors, label, kind: first[KIND], dtype: first[DTYPE], shape: first[SHAPE],
+    shade: largest(tensors.map((tensor) => tensor[SHADE])),
+    norm: largest(tensors.map((tensor) => tensor[NORM])),
+    max: largest(tensors.map((tensor) => tensor[MAX])),
+    turn: largest(tensors.map((tensor) => tensor[TURN])),
+    changed: sum(CHANGED), elements: sum(ELEMENTS),
+  };
+}
+
+const sortKeys = {
+  name: (line) => line.label.toLowerCase(),
+  norm: (line) => (typeof line.norm === "number" ? line.norm : null),
+  max: (line) => (typeof line.max === "string" ? Infinity : line.max),
+  turn: (line) => (typeof line.turn === "number" ? line.turn : null),
+  share: (line) => (line.elements ? line.changed / line.elements : null),
+  kind: (line) => data.words[line.kind],
+  dtype: (line) => line.dtype.toLowerCase(),
+  shape: (line) => line.shape,
+};
+
+const cellMakers = {
+  norm: (line) => {
+    const cell = make("td", "number", formatNumber(line.norm));
+    if (line.norm !== null && data.kinds[line.kind] === "changed") cell.prepend(make("i", `key k-changed s${line.shade}`));
     return cell;
+  },
+  max: (line) => make("td", "number", formatNumber(line.max)),
+  turn: (line) => make("td", "number", formatNumber(line.turn)),
+  share: (line) => make("td", "number", line.elements ? formatShare(line.changed, line.elements) : ""),
+  kind: (line) => make("td", "shape", make("i", `key k-${data.kinds[line.kind]}`), data.words[line.kind]),
+  dtype: (line) => make("td", "shape", line.dtype),
+  shape: (line) => make("td", "shape", line.shape),
+};
+
+function nameCell(line, button) {
+  const name = make("span", "name", ...nameText(line.label));
+  const cell = make("td", "", make("div", "", ...(button ? [button] : []), name));
+  if (button) cell.firstChild.append(" ", make("span", "count", `${formatCount(line.tensors.length)} tensors`));
+  if (line.tensors.length === 1) {
+    const [tensor] = line.tensors;
+    if (tensor[OLD]) cell.append(make("small", "name", "was ", ...nameText(tensor[OLD])));
+    if (tensor[ODD]) cell.append(make("small", "", `NaN ${tensor[ODD][0]} → ${tensor[ODD][1]}, inf ${tensor[ODD][2]} → ${tensor[ODD][3]}`));
   }
-  const norm = stack.norms[row][column];
-  const isShaded = norm !== null && data.kinds[kind] === "changed";
-  cell.className = `k-${data.kinds[kind]} ${isShaded ? `s${stack.shades[row][column]}` : ""}`;
-  const words = `layer ${stack.layers[column]}, ${stack.kinds[row]}: ${wordsOf(kind)}${normWords(norm)}`;
-  cell.title = words;
-  cell.setAttribute("aria-label", words);
-  cell.setAttribute("role", "gridcell");
-  cell.tabIndex = -1;
-  cell.dataset.cell = stack.first + row * stack.layers.length + column;
-  cell.dataset.words = `${stack.name ? `${stack.name}, ` : ""}${words}`;
   return cell;
 }
 
-function drawStack(stack) {
-  const every = Math.ceil(stack.layers.length / 40);
-  const table = make("table", stack.layers.length > MOST_WIDE ? "grid many" : "grid", make("caption", "name", stack.name || "layers"));
-  table.setAttribute("role", "grid");
-  if (stack.layers.length > MOST_WIDE) table.style.minWidth = `calc(7rem + ${3 * stack.layers.length}px)`;
-  const heads = stack.layers.map((layer, number) => make("th", "", number % every || (every > 1 && number + 2 > stack.layers.length) ? "" : String(layer)));
-  table.append(make("thead", "", make("tr", "", make("th", ""), ...heads)));
-  const body = make("tbody", "");
-  stack.kinds.forEach((kind, row) => {
-    const head = make("th", "name", ...nameText(kind));
-    head.scope = "row";
-    body.append(make("tr", "", head, ...stack.layers.map((_, column) => cellOf(stack, row, column))));
+/** The rows of a line: itself, and below it, if it is folded and open, its tensors. */
+function rowsOf(line) {
+  const rowOf = (one, button, classes = "") =>
+    make("tr", classes, nameCell(one, button), ...data.columns.map((column) => cellMakers[column](one)));
+  const innerRows = () => {
+    const lines = sorted(line.tensors.map((tensor) => lineOf([tensor], tensor[NAME])));
+    const rows = lines.slice(0, MOST_ROWS).map((one) => rowOf(one, null, "inner"));
+    if (lines.length > MOST_ROWS) {
+      const rest = make("td", "", make("small", "", `and ${formatCount(lines.length - MOST_ROWS)} more: search for them`));
+      rest.colSpan = data.columns.length + 1;
+      rows.push(make("tr", "inner", rest));
+    }
+    return rows;
+  };
+  if (line.tensors.length === 1) return [rowOf(line)];
+  const fold = line.tensors[0][FOLD];
+  const button = make("button", "fold");
+  button.type = "button";
+  button.setAttribute("aria-label", `Tensors of ${line.label}`);
+  const row = rowOf(line, button);
+  let inner = [];
+  const open = (isOpen) => {
+    button.setAttribute("aria-expanded", String(isOpen));
+    for (const one of inner) one.remove();
+    inner = isOpen ? innerRows() : [];
+    row.after(...inner);
+  };
+  button.addEventListener("click", () => {
+    if (!openFolds.delete(fold)) openFolds.add(fold);
+    open(openFolds.has(fold));
   });
-  table.append(body);
-  const first = table.querySelector("td[data-cell]");
-  if (first) first.tabIndex = 0;
-  table.addEventListener("click", (event) => choose(event.target.closest("td[data-cell]")));
-  table.addEventListener("keydown", onKey);
-  const box = make("div", "scroll", table);
-  if (stack.more) box.append(make("p", "quiet", `and ${formatCount(stack.more)} more layers or kinds`));
-  return box;
+  open(openFolds.has(fold));
+  return [row, ...inner];
 }
 
-function onKey(event) {
-  const cell = event.target.closest("td[data-cell]");
-  if (!cell) return;
-  const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
-  if (event.key === "Enter" || event.key === " ") choose(cell);
-  else if (event.key === "Escape") choose(null);
-  else if (step) {
-    let next = cell;
-    do {
-      const row = step[0] > 0 ? next.parentNode.nextSibling : step[0] < 0 ? next.parentNode.previousSibling : next.parentNode;
-      next = row?.children[next.cellIndex + step[1]];
-    } while (next?.matches("td.none"));
-    if (!next?.matches("td[data-cell]")) return;
-    cell.tabIndex = -1;
-    next.tabIndex = 0;
-    next.focus();
-  } else return;
-  event.preventDefault();
+function sorted(lines) {
+  if (!order) return lines;
+  const [column, isDescending] = order;
+  const key = sortKeys[column];
+  return lines.map((line) => [key(line), line]).sort(([one], [other]) => compareValues(one, other, isDescending)).map(([, line]) => line);
 }
 
-function choose(cell) {
-  document.querySelector("td[aria-selected]")?.removeAttribute("aria-selected");
-  const isAgain = cell && chosenCell?.id === Number(cell.dataset.cell);
-  chosenCell = cell && !isAgain ? { id: Number(cell.dataset.cell), words: cell.dataset.words } : null;
-  if (chosenCell) cell.setAttribute("aria-selected", "true");
-  byId("chosen").textContent = chosenCell ? `${chosenCell.words} (Escape: all)` : "";
-  drawList();
+/** Lines of tensors: folded, unless only some are looked for. */
+function linesOf(found, folds) {
+  const groups = new Map();
+  for (const tensor of found) {
+    const key = folds && tensor[FOLD] >= 0 ? tensor[FOLD] : tensor;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(tensor);
+  }
+  return [...groups.values()].map((tensors) => lineOf(tensors, tensors.length > 1 ? data.folds[tensors[0][FOLD]] : tensors[0][NAME]));
 }
 
-function rowOf([name, kind, , what, old, norm, most, cosine, changed, odd]) {
-  const title = make("td", "", make("div", "name", ...nameText(name)), ...(old ? [make("small", "name", "was ", ...nameText(old))] : []));
-  const sign = make("i", `key k-${data.kinds[kind]}`);
-  const row = make("tr", "", title, make("td", "shape", sign, wordsOf(kind)), make("td", "shape", what));
-  if (document.querySelectorAll("thead th[scope=col]").length <= 3) return row;
-  const share = changed === undefined ? "" : `${(100 * changed).toFixed(1)} %`;
-  row.append(...[norm, most, cosine, share].map((value) => make("td", "number", value ?? "")));
-  if (odd?.some(Boolean)) row.lastChild.append(make("small", "", `NaN ${odd[0]} → ${odd[1]}, inf ${odd[2]} → ${odd[3]}`));
-  return row;
-}
-
-function drawList() {
+function drawTable() {
   const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = data.tensors.filter(([name, kind, cell, , old]) => {
-    if (!chosenKinds.has(kind) || (chosenCell && cell !== chosenCell.id)) return false;
-    const text = `${name} ${old}`.toLowerCase();
+  const found = data.tensors.filter((tensor) => {
+    if (!chosenKinds.has(tensor[KIND]) || (chosenCell !== null && tensor[CELL] !== chosenCell)) return false;
+    const text = `${tensor[NAME]} ${tensor[OLD]}`.toLowerCase();
     return words.every((word) => text.includes(word));
   });
-  byId("list").replaceChildren(...found.slice(0, MOST_ROWS).map(rowOf));
-  const more = found.length > MOST_ROWS ? `, the first ${MOST_ROWS} above` : "";
-  byId("shown").textContent = found.length ? `${countOf(found.length, "tensor")}${more}` : "Nothing here differs.";
+  const lines = sorted(linesOf(found, isFolded && !words.length && chosenCell === null));
+  byId("list").replaceChildren(...lines.slice(0, MOST_ROWS).flatMap(rowsOf));
+  const rows = lines.length < found.length ? ` in ${countOf(lines.length, "row")}` : "";
+  const more = lines.length > MOST_ROWS ? `, the first ${MOST_ROWS} above` : "";
+  const note = rows && data.columns.includes("norm") ? ". A folded row has the largest number of its tensors." : "";
+  byId("shown").textContent = found.length ? `${countOf(found.length, "tensor")}${rows}${more}${note}` : "Nothing here differs.";
+}
+
+function choose(cell, name) {
+  document.querySelector("td[aria-selected]")?.removeAttribute("aria-selected");
+  const number = cell ? Number(cell.dataset.cell) : null;
+  chosenCell = number === chosenCell ? null : number;
+  if (chosenCell !== null) cell.setAttribute("aria-selected", "true");
+  byId("chosen").hidden = chosenCell === null;
+  byId("chosen-name").textContent = name ?? "";
+  drawTable();
 }
 
 byId("grids").hidden = !data.stacks.length;
-byId("stacks").append(...data.stacks.map(drawStack));
+byId("stacks").append(...data.stacks.map((stack) => drawStack(stack, choose)));
 byId("search").hidden = false;
-byId("search").addEventListener("input", drawList);
+byId("search").addEventListener("input", drawTable);
+byId("all").addEventListener("click", () => choose(null));
 for (const chip of document.querySelectorAll("[data-kind]")) {
   chip.addEventListener("click", () => {
     const kind = data.kinds.indexOf(chip.dataset.kind);
     if (!chosenKinds.delete(kind)) chosenKinds.add(kind);
     chip.setAttribute("aria-pressed", String(chosenKinds.has(kind)));
-    drawList();
+    drawTable();
   });
 }
-drawList();
+byId("folding")?.addEventListener("click", (event) => {
+  isFolded = !isFolded;
+  event.currentTarget.textContent = isFolded ? "Unfold layers" : "Fold layers";
+  drawTable();
+});
+makeSortable(byId("list").closest("table"), (column, isDescending) => {
+  order = [["name", ...data.columns][column], isDescending];
+  drawTable();
+});
+drawTable();
