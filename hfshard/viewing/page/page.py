@@ -71,16 +71,16 @@ def printable_value(value: Any) -> str:
 
 
 _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
-    "checkpoint": ("base", "treemap", "histograms"),
-    "run": ("base", "run"),
-    "diff": ("base", "diff"),
+    "checkpoint": ("base", "tables", "treemap", "histograms"),
+    "run": ("base", "tables", "run"),
+    "diff": ("base", "tables", "diff"),
 }
 """The style files in `assets` for each kind of page, in this order."""
 
 _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
-    "checkpoint": ("base", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
-    "run": ("base",),
-    "diff": ("base", "diff"),
+    "checkpoint": ("base", "tables", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
+    "run": ("base", "tables"),
+    "diff": ("base", "tables", "diff"),
 }
 """The script files for each kind of page. All are placed in one function and call each other's functions by name."""
 
