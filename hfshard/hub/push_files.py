@@ -78,6 +78,16 @@ def _with_card(request: PushRequest, repo_id: str) -> PushRequest:
     name = os.path.basename(repo_id.rstrip("/")) if is_path else repo_id
     card = draw_card(request.contents, name)
     contents = {**request.contents, CARD_PICTURE: BytesSource(card.picture)}
+    if SIGNATURE_NAME in contents:
+        logger.warning(
+            "The signature '%s' does not cover the card. Loads check what they read, and accept it; hfshard verify "
+            "--public-key will name '%s' and '%s'. To have them signed, pull '%s', sign it (hfshard sign DIR "
+            "--private-key KEY), and push it without a card.",
+            SIGNATURE_NAME,
+            README,
+            CARD_PICTURE,
+            repo_id,
+        )
     if README in contents:
         with contents[README].open() as reader:
             contents[README] = BytesSource(merge_card(reader.read(), card.text, ""))

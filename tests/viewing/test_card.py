@@ -81,5 +81,23 @@ def test_a_table_names_the_signature_and_counts_the_files(tmp_path: Path) -> Non
     assert f"| files | {count} files, {size / 1000:.1f} KB |" in table
 
 
+@needs_chromium
+def test_a_signature_that_does_not_cover_the_card_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "out")
+    (tmp_path / "out" / "model.sig").write_text("{}")
+    (tmp_path / "out" / "README.md").write_text("My words.\n")
+
+    pushed = hfshard.push_checkpoint(tmp_path / "out", tmp_path / "hub" / "mine", card_picture=True)
+
+    [snapshot] = (tmp_path / "hub" / "mine").rglob(f"{pushed.commit}/README.md")
+    readme = snapshot.read_text()
+    assert readme.startswith("<!-- hfshard:card -->\n![Modules by bytes](hfshard-card.png)\n")
+    assert readme.endswith("| signature | model.sig |\n<!-- /hfshard:card -->\n\nMy words.\n")
+    assert (tmp_path / "out" / "README.md").read_text() == "My words.\n"  # what was pushed is not changed on disk
+    assert "The signature 'model.sig' does not cover the card." in caplog.text
+
+
 def test_hostile_text_means_nothing_in_markdown() -> None:
     assert plain_markdown("model.a|b`<i>_x\n.safetensors") == ("model.a&#124;b&#96;&#60;i&#62;&#95;x&#92;n.safetensors")

@@ -84,7 +84,7 @@ def test_a_logarithmic_scale_by_keyboard(browser_page: Page, tmp_path: Path) -> 
 
     assert button.get_attribute("aria-pressed") == "true"
     assert browser_page.evaluate(heights) == [8, 75, 142]
-    assert browser_page.locator("figure .tick:visible").all_text_contents()[:3] == ["0.01", "0.1", "1"]
+    assert browser_page.locator("figure .tick:visible").all_text_contents()[:3] == ["0.01", "0.02", "0.05"]
     browser_page.keyboard.press("Enter")
     assert browser_page.evaluate(heights) == [8, 129.8, 142]
 
