@@ -39,6 +39,7 @@ def push_checkpoint(
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
     follow_links: bool = False,
+    card_picture: bool = False,
     progress: bool | None = None,
 ) -> PushResult:
     """Push a saved checkpoint: to a hub as one commit, or to a store.
@@ -73,6 +74,9 @@ def push_checkpoint(
         path_in_repo: Folder in the repo, or below the address.
         allow_patterns, ignore_patterns: Globs of paths in the directory, as in huggingface_hub's `upload_folder`.
         follow_links: Also push the targets of symbolic links to outside of the directory; without it they are rejected.
+        card_picture: Show the checkpoint in the repo's README.md, in the same commit: a picture of its modules, which
+            an installed Chromium draws, and a table of parameters, dtype, files, sha256 of the index and signature.
+            They are between two markers; the rest of the README.md is left as it is, and without one it is created.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
@@ -86,6 +90,7 @@ def push_checkpoint(
         HubAccessError, HubNotFoundError, HubConnectionError: The repo cannot be pushed to; nothing was committed.
         RemoteChangedError: Another push wrote other weights at the same time; nothing was committed.
         IntegrityError: A file differs from its checksum; nothing was committed.
+        BrowserError: With card_picture: there is no Chromium, or it failed; nothing was sent.
         StoreError: A store refused or failed.
 
     Example:
@@ -103,6 +108,7 @@ def push_checkpoint(
         create_pr=create_pr,
         path_in_repo=path_in_repo,
         follow_links=follow_links,
+        card_picture=card_picture,
         progress=progress,
     )
     return push_to_place(directory, repo_id, options, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
@@ -175,6 +181,7 @@ def _reject_commits(options: PushOptions, address: str) -> None:
         "commit_description": options.commit_description,
         "private": options.private,
         "token": options.token,
+        "card_picture": options.card_picture,
     }
     for name, value in given.items():
         if value not in (None, False, ""):

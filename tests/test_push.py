@@ -79,6 +79,7 @@ def test_patterns_choose_files_and_a_folder_of_the_repo_takes_them(saved: Path, 
         {"commit_description": "More"},
         {"private": True},
         {"token": "hf_x"},
+        {"card_picture": True},
     ],
     ids=str,
 )
@@ -96,6 +97,7 @@ def test_what_only_a_hub_has_is_refused_for_a_store(saved: Path, option: dict[st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"card_picture": True, "path_in_repo": "a"}, "card_picture shows the checkpoint at the top of a repo"),
         ({"create_pr": True, "revision": "dev"}, "create_pr opens a pull request on main. Pass only one of "),
         ({"path_in_repo": "a/../b"}, r"path_in_repo must stay in the repo, got 'a/\.\./b'\."),
         ({"path_in_repo": "a/.Git"}, r"path_in_repo must not be in git's own folder, got 'a/\.Git'\."),

@@ -290,13 +290,16 @@ def add_show(commands: CommandGroup) -> None:
         help="write a screenshot of the page, drawn by an installed Chromium; with -o, write both",
     )
     parser.add_argument(
-        "--png-size", default="1280x800", metavar="WxH", help="screenshot size in pixels (default: %(default)s)"
+        "--png-size", default="1200x630", metavar="WxH", help="screenshot size in pixels (default: %(default)s)"
     )
     add_choice(parser, "--png-theme", ("light", "dark"), "light", "screenshot theme")
     parser.add_argument(
         "--paths", action="store_true", help="show absolute paths (default: the names of folders, as pages are shared)"
     )
     parser.add_argument("--against", metavar="BASE", help="show the differences from another checkpoint")
+    parser.add_argument(
+        "--diff", action="store_true", help="for a run: also what changed from each checkpoint to the next, by digests"
+    )
     add_best(parser, "for a run: mark")
     add_token(parser)
     add_format(parser)
@@ -327,6 +330,7 @@ def show(arguments: argparse.Namespace) -> int:
         against=arguments.against,
         values=arguments.values,
         png=arguments.png,
+        diff=arguments.diff,
         still=ScreenshotOptions(width=width, height=height, theme=arguments.png_theme),
         paths=arguments.paths,
         progress=arguments.progress,

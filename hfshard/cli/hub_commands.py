@@ -47,6 +47,11 @@ def add_push(commands: CommandGroup) -> None:
         action="store_true",
         help="also push files outside DIR that links lead to; otherwise they are rejected",
     )
+    parser.add_argument(
+        "--card-picture",
+        action="store_true",
+        help="show the checkpoint in the repo's README.md: a picture, drawn by an installed Chromium, and a table",
+    )
     add_token(parser)
     add_format(parser)
     add_no_progress(parser)
@@ -66,6 +71,7 @@ def push(arguments: argparse.Namespace) -> int:
         create_pr=arguments.create_pr,
         path_in_repo=arguments.path_in_repo,
         follow_links=arguments.follow_links,
+        card_picture=arguments.card_picture,
         progress=arguments.progress,
     )
     result = push_to_place(

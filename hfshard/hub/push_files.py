@@ -23,6 +23,7 @@ from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteC
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name
+from hfshard.hub.model_card import CARD_PICTURE, draw_card, merge_card
 from hfshard.hub.open_hub import open_hub
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
 from hfshard.stores.store import StoredSource
@@ -40,8 +41,10 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         RemoteChangedError: Another push changed the same files, or others kept pushing; nothing was committed.
         Every other error that `push_checkpoint` raises for a hub.
     """
-    hub = open_hub(repo_id, token=request.options.token, private=request.options.private)
     repo_id = os.fspath(repo_id)
+    if request.options.card_picture:
+        request = _with_card(request, repo_id)
+    hub = open_hub(repo_id, token=request.options.token, private=request.options.private)
     before: RepoTree | None = None
     for _ in range(_ATTEMPTS):
         now = _tree_of_branch(hub, request.options.revision, repo_id)
@@ -63,6 +66,40 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         f"Other pushes to '{repo_id}' came first {_ATTEMPTS} times during this push. Nothing was committed. Try again.",
         path=repo_id,
     )
+
+
+def _with_card(request: PushRequest, repo_id: str) -> PushRequest:
+    """Add the picture of the checkpoint, and its part of the README.md that is pushed or already there.
+
+    Raises:
+        Everything that `draw_card` and `merge_card` raise.
+    """
+    is_path = os.path.isabs(repo_id) or "://" in repo_id
+    name = os.path.basename(repo_id.rstrip("/")) if is_path else repo_id
+    card = draw_card(request.contents, name)
+    contents = {**request.contents, CARD_PICTURE: BytesSource(card.picture)}
+    if SIGNATURE_NAME in contents:
+        logger.warning(
+            "The signature '%s' does not cover the card. Loads check what they read, and accept it; hfshard verify "
+            "--public-key will name '%s' and '%s'. To have them signed, pull '%s', sign it (hfshard sign DIR "
+            "--private-key KEY), and push it without a card.",
+            SIGNATURE_NAME,
+            README,
+            CARD_PICTURE,
+            repo_id,
+        )
+    if README in contents:
+        with contents[README].open() as reader:
+            contents[README] = BytesSource(merge_card(reader.read(), card.text, ""))
+    title = re.sub(r"[^\w./-]", "-", name)
+
+    def make_card(read_old: Callable[[], bytes] | None) -> bytes | None:
+        made = None if request.make_card is None else request.make_card(read_old)
+        if made is None and read_old is not None:
+            made = read_old()
+        return merge_card(made, card.text, title)
+
+    return replace(request, contents=contents, make_card=make_card)
 
 
 def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo_id: str) -> None:
@@ -144,6 +181,8 @@ class PushOptions:
     path_in_repo: str = ""
     follow_links: bool = False
     """Whether to push the targets of links that lead out of the directory."""
+    card_picture: bool = False
+    """Whether to draw the checkpoint, and to show it in the repo's README.md."""
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -163,6 +202,10 @@ class PushOptions:
             raise InvalidArgumentError(f"path_in_repo must stay in the repo, got {self.path_in_repo!r}.")
         if any(part.lower() == ".git" for part in parts):
             raise InvalidArgumentError(f"path_in_repo must not be in git's own folder, got {self.path_in_repo!r}.")
+        if self.card_picture and self.folder:
+            raise InvalidArgumentError(
+                "card_picture shows the checkpoint at the top of a repo. Pass only one of it and path_in_repo."
+            )
 
     @property
     def folder(self) -> str:

@@ -180,6 +180,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         path_in_repo: str = "",
         packing: Packing = "greedy",
         process_group: dist.ProcessGroup | None = None,
+        card_picture: bool = False,
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -201,6 +202,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             max_shard_size: As in `save_pretrained`, like variant, packing, process_group and progress.
             tags: For the model card, which is created if there is none.
             path_in_repo: Folder in the repo.
+            card_picture: Show the checkpoint in the model card, as `hfshard.push_checkpoint` does.
             kwargs: For a plain module, as in huggingface_hub: `config`, `model_card_kwargs`, and `branch`, another name
                 of `revision`.
 
@@ -223,6 +225,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             "revision": revision,
             "create_pr": bool(create_pr),
             "path_in_repo": path_in_repo,
+            "card_picture": card_picture,
             "progress": progress,
         }
         if is_pretrained_class(type(self)):

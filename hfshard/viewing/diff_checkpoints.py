@@ -118,6 +118,24 @@ def _diff_once(requests: Sequence[OpenRequest], options: DiffOptions, *, has_one
         return _Comparison(side_a, side_b, options, requests[0].options.progress).run()
 
 
+def diff_by_digests(a: Side, b: Side) -> CheckpointDiff | None:
+    """Compare two open checkpoints by names, digests and places of bytes alone.
+
+    Returns:
+        The report, without renamed tensors; None if the bytes of a tensor would have to be read for it.
+    """
+    named = pair_by_name(a, b)
+    diffs = []
+    for pair in named.pairs:
+        comparison = known_comparison(pair, DiffOptions())
+        if comparison is None:
+            return None
+        diffs.append(_diff_of(pair, comparison))
+    diffs += [TensorDiff("only_in_b", None, tensor.facts) for tensor in named.only_in_b]
+    diffs += [TensorDiff("only_in_a", tensor.facts, None) for tensor in named.only_in_a]
+    return CheckpointDiff(a.place, b.place, tuple(diffs), a.ties, b.ties, read_bytes=0, retied=named.retied)
+
+
 def _pair(name: str, value: str | tuple[str | None, ...] | None) -> tuple[str | None, str | None]:
     """Return the values for a and b from one value for both, or a pair."""
     if not isinstance(value, tuple | list):

@@ -46,9 +46,9 @@ iframe {{ border: 0; display: block; width: {width}px; height: {height}px }}</st
 class ScreenshotOptions:
     """Settings of a screenshot."""
 
-    width: int = 1280
-    """In pixels, like the height."""
-    height: int = 800
+    width: int = 1200
+    """In pixels, like the height; the defaults are the size of social cards."""
+    height: int = 630
     theme: Literal["light", "dark"] = "light"
 
     def __post_init__(self) -> None:

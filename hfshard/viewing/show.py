@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,14 @@ from hfshard.places.place import place_to_check, place_to_load
 from hfshard.training.run.find_checkpoint import live_problems
 from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint, folder_at, read_manifest
 from hfshard.training.run.reports import as_problems, is_run
-from hfshard.viewing.diff_checkpoints import diff_checkpoints
-from hfshard.viewing.inspection import inspect_checkpoint
+from hfshard.viewing.describe import headline
+from hfshard.viewing.diff_checkpoints import diff_by_digests, diff_checkpoints
+from hfshard.viewing.diff_tensors import Side, side_of
+from hfshard.viewing.inspection import inspect_checkpoint, open_for_viewing
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page, with_problem, with_step
 from hfshard.viewing.page.diff_page import make_diff_page, short_names
 from hfshard.viewing.page.page import Page, checked_output, is_path, render_page, write_page
-from hfshard.viewing.page.run_page import make_run_page
+from hfshard.viewing.page.run_page import MOST_CHECKPOINTS, StepChange, make_run_page
 from hfshard.viewing.results import CheckpointDiff
 from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints, parts_of, unchanged_bytes
 from hfshard.viewing.screenshot import ScreenshotOptions, require_chromium, take_screenshot
@@ -46,6 +49,7 @@ def show_checkpoint(
     png: str | os.PathLike[str] | None = None,
     still: ScreenshotOptions | None = None,
     paths: bool = False,
+    diff: bool = False,
     progress: bool | None = None,
 ) -> str:
     """Write one HTML file that shows the contents of a checkpoint or a run, or the differences between two checkpoints.
@@ -70,8 +74,10 @@ def show_checkpoint(
         against: Another checkpoint: the page shows the differences from it, as found by `diff_checkpoints`.
         values: Read the tensors and show the distribution of their numbers; with `against`, how much they differ.
         png: A file for a screenshot of the page, which an installed Chromium draws.
-        still: The screenshot's size and theme; None: 1280 x 800, light.
+        still: The screenshot's size and theme; None: 1200 x 630, light, the size of social cards.
         paths: Show absolute paths of this machine; False: the names of folders and files only, since pages are shared.
+        diff: For a run: also show what changed in the model from each checkpoint to the next, where digests tell;
+            reads indexes and headers, and no tensors.
         progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
 
     Returns:
@@ -106,7 +112,7 @@ def show_checkpoint(
     if against is not None:
         if revision is not None:
             raise InvalidArgumentError("With against=, append a revision to its checkpoint: 'org/name@revision'.")
-        _refuse({"max_shard_size": limit, "best": best}, "cannot be used with against=")
+        _refuse({"max_shard_size": limit, "best": best, "diff": diff or None}, "cannot be used with against=")
         found_diff = diff_checkpoints(
             against,
             checkpoint,
@@ -122,9 +128,9 @@ def show_checkpoint(
         of_one = {"variant": variant, "key": key, "subfolder": subfolder, "revision": revision, "max_shard_size": limit}
         _refuse(of_one, "is for one checkpoint, not for a run")
         place_to_check(root).reject_hub_arguments(token=token)
-        page = page_of_run(root, best, metric_mode, paths=paths)
+        page = page_of_run(root, best, metric_mode, diff=diff, paths=paths)
     else:
-        _refuse({"best": best}, "is for a run, not for one checkpoint")
+        _refuse({"best": best, "diff": diff or None}, "is for a run, not for one checkpoint")
         query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
         found = inspect_checkpoint(
             checkpoint, variant=variant, key=key, subfolder=subfolder, revision=revision, token=token
@@ -133,11 +139,10 @@ def show_checkpoint(
         page = make_checkpoint_page(found, limit, measure_values(checkpoint, query, options) if values else None)
         page = with_components(page, found.directory, paths=paths)
         page = replace(page, place=printable(found.place)) if paths else page
-    html = render_page(page)
     if path is not None:
-        write_page(html, path)
+        write_page(render_page(page), path)
     if picture is not None:
-        write_page(take_screenshot(html, still or ScreenshotOptions()), picture)
+        write_page(take_screenshot(render_page(page, is_still=True), still or ScreenshotOptions()), picture)
     return written
 
 
@@ -180,13 +185,16 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
     return at.address if is_run(at.address) else None
 
 
-def page_of_run(root: str, best: str | None, metric_mode: MetricMode, *, paths: bool = False) -> Page:
+def page_of_run(
+    root: str, best: str | None, metric_mode: MetricMode, *, diff: bool = False, paths: bool = False
+) -> Page:
     """Build the page of a run, checking each checkpoint without reading tensors.
 
     Args:
         root: The run's absolute path or its address.
         best: The metric that selects the checkpoint marked as the best.
         metric_mode: Whether its lowest or its highest value is the best.
+        diff: Whether to show what changed from each checkpoint to the next.
         paths: Show absolute paths of this machine.
 
     Raises:
@@ -199,8 +207,34 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode, *, paths: 
             replace(one, problems=tuple(_problem_without_path(each, root) for each in one.problems)) for one in listed
         ]
     is_store = not place_to_check(root).is_read_from_disk
-    page = make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store)
+    changes = step_changes([one.path for one in found[-MOST_CHECKPOINTS:]]) if diff else None
+    page = make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store, changes=changes)
     return replace(page, place=printable(root)) if paths else page
+
+
+def step_changes(paths: Sequence[str]) -> dict[str, StepChange]:
+    """Find what changed in the model from each checkpoint of a run to the next, without reading any tensor.
+
+    Args:
+        paths: The checkpoints, in the order in which they were saved.
+
+    Returns:
+        Path -> what changed since the one before. Checkpoints that cannot be opened are passed over, and those that
+        only the bytes of their tensors could tell apart are left out.
+    """
+    changes: dict[str, StepChange] = {}
+    before: Side | None = None
+    for path in paths:
+        try:
+            with open_for_viewing(path, CheckpointQuery(), LoadOptions()) as viewed:
+                side = side_of(viewed)
+        except HfshardError:  # the list says what is wrong with it
+            continue
+        found = None if before is None else diff_by_digests(before, side)
+        if found is not None:
+            changes[path] = StepChange(len(found.differing), len(found.tensors), printable(headline(found)))
+        before = side
+    return changes
 
 
 def with_components(page: Page, directory: str, *, paths: bool = False) -> Page:

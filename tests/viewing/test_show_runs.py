@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+import hfshard
 from hfshard._util.text import format_size
 from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.page.page import render_page
-from hfshard.viewing.page.run_page import make_run_page
+from hfshard.viewing.page.run_page import StepChange, make_run_page
 from hfshard.viewing.run_listing import ListedCheckpoint
-from hfshard.viewing.show import show_checkpoint
+from hfshard.viewing.show import show_checkpoint, step_changes
 from tests.servers.stores.buckets import Bucket
 
 
@@ -132,6 +133,39 @@ def test_no_path_of_this_machine_is_on_the_pages_of_a_run(tmp_path: Path) -> Non
     assert "&#39;checkpoint-00000020/checkpoint.json&#39;" in pages[1]
     path = show_checkpoint(tmp_path / "run", tmp_path / "page.html", paths=True)
     assert f"&#39;{step}/checkpoint.json&#39;" in Path(path).read_text(encoding="utf-8").replace("<wbr>", "")
+
+
+def test_columns_that_say_the_same_are_folded_into_a_sentence(tmp_path: Path) -> None:
+    save_run(tmp_path / "run")
+
+    html = page_of(tmp_path / "run", tmp_path)
+
+    head = re.search(r'<table id="checkpoints".*?</thead>', html, re.DOTALL)
+    assert head is not None
+    assert "model</th>" not in head[0]
+    assert "loss</th>" in head[0]
+    sentence = re.search(r'id="constants">(.*?)</p>', html, re.DOTALL)
+    assert sentence is not None
+    model = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoint-00000020").glob("model*"))
+    assert f'<span class="name">model</span> <b>{format_size(model)}</b>' in sentence[1]
+
+
+def test_what_changed_is_found_by_digests_or_left_out(tmp_path: Path) -> None:
+    save_run(tmp_path / "run")
+    steps = [str(tmp_path / "run" / f"checkpoint-000000{step}") for step in (10, 20)]
+
+    assert step_changes(steps) == {steps[1]: StepChange(2, 4, "Only layer 1 of 2 changed: 2 of 4 tensors.")}
+    assert step_changes([steps[0], str(tmp_path / "missing"), steps[1]]) == step_changes(steps)
+    for name, scale in (("a", 1), ("b", 2)):
+        hfshard.save_state_dict({"weight": torch.ones(4) * scale}, tmp_path / name, checksum=None)
+    assert step_changes([str(tmp_path / "a"), str(tmp_path / "b")]) == {}
+
+
+def test_changes_are_for_runs_alone(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"weight": torch.ones(4)}, tmp_path / "one")
+
+    with pytest.raises(InvalidArgumentError, match=r"^diff is for a run, not for one checkpoint\.$"):
+        show_checkpoint(tmp_path / "one", tmp_path / "page.html", diff=True)
 
 
 def test_a_checkpoint_with_many_problems_and_metrics_stays_a_row_of_a_page() -> None:

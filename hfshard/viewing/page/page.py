@@ -98,15 +98,15 @@ def printable_value(value: Any) -> str:
 
 
 _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
-    "checkpoint": ("base", "tables", "treemap", "histograms"),
-    "run": ("base", "tables", "run"),
-    "diff": ("base", "tables", "diff"),
+    "checkpoint": ("base", "tables", "treemap", "histograms", "still"),
+    "run": ("base", "tables", "run", "still"),
+    "diff": ("base", "tables", "diff", "still"),
 }
 """The style files in `assets` for each kind of page, in this order."""
 
 _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
     "checkpoint": ("base", "tables", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
-    "run": ("base", "tables"),
+    "run": ("base", "tables", "run"),
     "diff": ("base", "tables", "heatmap", "diff"),
 }
 """The script files for each kind of page. All are placed in one function and call each other's functions by name."""
@@ -118,11 +118,12 @@ _ESCAPES: Final = {ord(character): f"\\u{ord(character):04x}" for character in "
 """Characters that could end a script element, or a line of it; JSON has them in strings only."""
 
 
-def render_page(page: Page) -> str:
+def render_page(page: Page, *, is_still: bool = False) -> str:
     """Render a page as HTML, which depends only on the page and this version of hfshard: no time, no random id.
 
     Args:
         page: The page.
+        is_still: Whether it is for a screenshot: without controls, and arranged to fill a low one.
     """
     style = _joined(page.kind, "css")
     script = _joined(page.kind, "js")
@@ -135,6 +136,7 @@ def render_page(page: Page) -> str:
         script_hash=_hash(script),
         data=json_for_html(page.data),
         version=VERSION,
+        is_still=is_still,
         **page.view,
     )
 

@@ -1,9 +1,9 @@
-"""Page of a run: its checkpoints over the steps, with their sizes, metrics and problems."""
+"""Page of a run: its metrics over the steps, and its checkpoints with their sizes, changes and problems."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,25 +22,57 @@ _LONGEST_HEAD: Final = 24
 _MOST_PROBLEMS: Final = 5
 """The most problems shown of one checkpoint, since each of its files may be damaged."""
 _PARTS: Final[tuple[Part, ...]] = ("model", "optimizer", "state", "other")
+_LEAST_RANGE: Final = 3.0
+"""The least ratio of a metric's greatest value to its least for which a logarithmic scale is offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """What changed in the model since the checkpoint before."""
+
+    differing: int
+    """Tensors that are not the same."""
+    tensors: int
+    sentence: str
+    """The headline of the comparison; printable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of the table of checkpoints."""
+
+    text: str
+    value: float | str = ""
+    """What the cell sorts by; "": its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the table of checkpoints, in the order of the checkpoints."""
+
+    head: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def constant(self) -> str | None:
+        """The text that every filled cell has; None if they differ, or if there are fewer than two."""
+        texts = [cell.text for cell in self.cells if cell.text]
+        return texts[0] if len(texts) > 1 and len(set(texts)) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     number: int
     step: int
-    save_number: str
-    saved: str
     size: int | None
-    parts: tuple[int | None, ...]
-    """Bytes, in the order of `_PARTS`."""
     written: int | None
     linked: int | None
     metrics: str
-    values: tuple[str, ...]
-    """Values of the metrics that have columns."""
     states: tuple[str, ...]
     problems: tuple[str, ...]
     more_problems: int
+    change: StepChange | None
+    """What changed since the checkpoint before; None if that is unknown or was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +90,7 @@ def make_run_page(
     *,
     best: str | None = None,
     is_store: bool = False,
+    changes: Mapping[str, StepChange] | None = None,
 ) -> Page:
     """Build the page of a run's checkpoints.
 
@@ -67,13 +100,19 @@ def make_run_page(
         unchanged: Path of a checkpoint -> its bytes that an earlier one also has.
         best: The metric that selects the checkpoint marked as the best.
         is_store: Whether it is in a store, where unchanged files are copied rather than linked.
+        changes: Path of a checkpoint -> what changed since the one before, as far as it is known; None: not asked for.
     """
     latest = listed[-MOST_CHECKPOINTS:]
-    names = sorted({name for one in latest for name in one.metrics})
-    columns = names if len(names) <= _MOST_COLUMNS and all(len(name) <= _LONGEST_HEAD for name in names) else []
-    rows = [_row(number, one, unchanged.get(one.path), columns) for number, one in enumerate(latest)]
+    names = sorted({name for one in latest for name in one.metrics}, key=lambda name: (name != best, name))
+    has_columns = len(names) <= _MOST_COLUMNS and all(len(name) <= _LONGEST_HEAD for name in names)
+    linked_word = "copied" if is_store else "linked"
+    rows = [_row(number, one, unchanged.get(one.path), changes or {}) for number, one in enumerate(latest)]
+    columns = [*(_metric_columns(latest, names) if has_columns else ()), *_byte_columns(latest, rows, linked_word)]
+    columns += _save_columns(latest)
     measured = [row for row in rows if row.size is not None]
     bars = bars_of([(row.written or 0, row.linked or 0) for row in measured])
+    lines = [line for name in names if (line := line_of(name, latest, best)) is not None]
+    best_row = next((row for row in rows if "best" in row.states), None)
     return Page(
         kind="run",
         title=name_of(root),
@@ -82,16 +121,21 @@ def make_run_page(
         view={
             "rows": rows,
             "more": len(listed) - len(rows),
-            "parts": _PARTS,
             "marks": [_Mark(bar, row) for bar, row in zip(bars, measured, strict=True)],
             "bar_labels": labels_of_bars([row.step for row in measured]),
             "largest": max((row.size or 0 for row in measured), default=0),
-            "lines": _lines(latest, names[:_MOST_METRICS]),
-            "columns": list(map(printable, columns)),
-            "has_metrics": bool(names),
-            "more_lines": max(0, len(names) - _MOST_METRICS),
+            "lines": lines[:_MOST_METRICS],
+            "has_log": any(line.log is not None for line in lines[:_MOST_METRICS]),
+            "more_lines": max(0, len(lines) - _MOST_METRICS),
+            "best_row": best_row,
+            "columns": [column for column in columns if column.constant is None and any(c.text for c in column.cells)],
+            "constants": [(column.head, column.constant) for column in columns if column.constant is not None],
+            "lists_metrics": bool(names) and not has_columns,
+            "lists_changes": changes is not None,
+            "changed": [row for row in rows if row.change is not None],
             "height": HEIGHT,
-            "linked_word": "copied" if is_store else "linked",
+            "bar_height": BAR_HEIGHT,
+            "linked_word": linked_word,
         },
     )
 
@@ -107,12 +151,11 @@ def _facts(
     unfinished = sum(one.is_unfinished for one in listed)
     steps = [one.step for one in listed]
     return (
+        *([] if best is None else [_best_fact(listed, best)]),
+        _latest_fact(latest, best),
         Fact("checkpoints", f"{len(listed):,}", f"steps {min(steps):,} to {max(steps):,}"),
         Fact("in the store" if is_store else "on disk", format_size(total if is_store else total - linked),
              f"{format_size(linked)} were copied there" if is_store else note),
-        Fact("latest", "none" if latest is None else f"step {latest.step:,}",
-             "" if latest is None or latest.saved is None else f"{latest.saved_text} UTC"),
-        *([] if best is None else [_best_fact(listed, best)]),
         Fact("damaged", f"{damaged:,}" if damaged else "none", f"{unfinished:,} more unfinished" if unfinished else ""),
     )  # fmt: skip
 
@@ -124,46 +167,78 @@ def _best_fact(listed: Sequence[ListedCheckpoint], best: str) -> Fact:
     return Fact("best", f"step {found.step:,}", printable_value(metrics_text({best: found.metrics[best]})))
 
 
-def _row(number: int, one: ListedCheckpoint, linked: int | None, columns: Sequence[str]) -> _Row:
-    sizes = {part.part: part.nbytes for part in one.parts}
+def _latest_fact(latest: ListedCheckpoint | None, best: str | None) -> Fact:
+    if latest is None:
+        return Fact("latest", "none")
+    if best in latest.metrics:
+        return Fact("latest", f"step {latest.step:,}", printable_value(metrics_text({best: latest.metrics[best]})))
+    return Fact("latest", f"step {latest.step:,}", f"{latest.saved_text} UTC" if latest.saved is not None else "")
+
+
+def _row(number: int, one: ListedCheckpoint, linked: int | None, changes: Mapping[str, StepChange]) -> _Row:
     return _Row(
         number=number,
         step=one.step,
-        save_number="" if one.save_number is None else f"{one.save_number:,}",
-        saved=one.saved_text,
         size=one.size,
-        parts=tuple(map(sizes.get, _PARTS)),
         written=None if one.size is None or linked is None else one.size - linked,
         linked=linked,
         metrics=printable_value(metrics_text(one.metrics)),
-        values=tuple(f"{one.metrics[name]:.6g}" if name in one.metrics else "" for name in columns),
         states=one.states,
         problems=tuple(printable_value(problem.message) for problem in one.problems[:_MOST_PROBLEMS]),
         more_problems=max(0, len(one.problems) - _MOST_PROBLEMS),
+        change=changes.get(one.path),
     )
 
 
-def _lines(latest: Sequence[ListedCheckpoint], names: Sequence[str]) -> list[Line]:
-    lines = []
+def _metric_columns(latest: Sequence[ListedCheckpoint], names: Sequence[str]) -> Iterator[Column]:
     for name in names:
-        line = line_of(printable_value(name), [(one.step, one.metrics.get(name, float("nan"))) for one in latest])
-        if line is not None:
-            lines.append(line)
-    return lines
+        values = [one.metrics.get(name) for one in latest]
+        cells = (Cell("") if value is None else Cell(f"{value:.6g}", value) for value in values)
+        yield Column(printable(name), tuple(cells))
+
+
+def _byte_columns(latest: Sequence[ListedCheckpoint], rows: Sequence[_Row], linked_word: str) -> Iterator[Column]:
+    yield Column("size", tuple(_byte_cell(row.size) for row in rows))
+    yield Column("written", tuple(_byte_cell(row.written) for row in rows))
+    yield Column(linked_word, tuple(_byte_cell(row.linked) for row in rows))
+    parts = [{part.part: part.nbytes for part in one.parts} for one in latest]
+    for part in _PARTS:
+        yield Column(part, tuple(_byte_cell(sizes.get(part)) for sizes in parts))
+
+
+def _byte_cell(nbytes: int | None) -> Cell:
+    return Cell("") if nbytes is None else Cell(format_size(nbytes), nbytes)
+
+
+def _save_columns(latest: Sequence[ListedCheckpoint]) -> Iterator[Column]:
+    """Yield when each was saved; and the place in the order of saves, where it is not the order of the steps."""
+    yield Column("saved (UTC)", tuple(Cell(one.saved_text) for one in latest))
+    saved = sorted((one.save_number, one.step) for one in latest if one.save_number is not None)
+    if [step for _, step in saved] != sorted(step for _, step in saved):
+        numbers = [one.save_number for one in latest]
+        yield Column("save", tuple(Cell("" if number is None else f"{number:,}", number or "") for number in numbers))
 
 
 # Charts of a run as SVG with widths in percent: they fit any window without scripts, and text keeps its size.
 
 
 HEIGHT: Final = 150
-"""The height of the drawing in pixels; a line of labels is below it."""
+"""The height of a metric's plot in pixels."""
+BAR_HEIGHT: Final = 80
+"""The height of the bars in pixels; a line of labels is below them."""
 _TOP: Final = 18
-"""Pixels above the highest value, for its label."""
+"""Pixels above the highest bar, for its label."""
+_EDGE: Final = 8
+"""Pixels between a metric's extremes and the edges of its plot."""
 _GAP: Final = 0.3
 """The share of a bar's slot that stays free."""
 _WIDEST: Final = 6.0
 """The largest width of a bar in percent, used if there are few."""
 _LABELS: Final = 6
+_TICKS: Final = 4
+"""About the number of gridlines of a metric, and of steps below it."""
+_DENSE: Final = 60
+"""Points of a line that are drawn as circles; if there are more, only those of a state are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +267,15 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
+class Tick:
+    """A gridline, with its value."""
+
+    y: float
+    """Pixels."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
     """A value of a metric."""
 
@@ -205,14 +289,46 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """A metric, drawn on one scale."""
+
+    points: tuple[Point, ...]
+    """By step; those to be drawn as circles."""
+    curves: tuple[str, ...]
+    """Polylines in percent and pixels, interrupted where a value is not finite."""
+    ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A value that is named above a chart."""
+
+    word: str
+    value: str
+    step: int
+    state: str = ""
+    """The state of its checkpoint that the word is of."""
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """A metric over the steps."""
 
     metric: str
-    points: tuple[Point, ...]
-    least: float
-    greatest: float
+    readings: tuple[Reading, ...]
+    not_finite: tuple[int, ...]
+    """Steps at which it is NaN or infinite."""
+    linear: Scale
+    log: Scale | None
+    """None if it has values of zero or less, or hardly any range."""
     labels: tuple[Label, ...]
+    best_at: float | None
+    """The percentage of the best checkpoint."""
+
+    @property
+    def scales(self) -> tuple[tuple[str, Scale], ...]:
+        """The scales with the names of their classes."""
+        return (("linear", self.linear), *(() if self.log is None else (("log", self.log),)))
 
 
 def bars_of(sizes: Sequence[tuple[int, int]]) -> list[Bar]:
@@ -226,9 +342,9 @@ def bars_of(sizes: Sequence[tuple[int, int]]) -> list[Bar]:
     width = min(place * (1 - _GAP), _WIDEST)
     bars = []
     for number, (written, linked) in enumerate(sizes):
-        written_height = _pixels(written / most)
-        linked_height = _pixels(linked / most)
-        written_top = _TOP + HEIGHT - written_height
+        written_height = round(written / most * BAR_HEIGHT, 1)
+        linked_height = round(linked / most * BAR_HEIGHT, 1)
+        written_top = _TOP + BAR_HEIGHT - written_height
         bars.append(
             Bar(
                 round(number * place + (place - width) / 2, 3),
@@ -249,41 +365,133 @@ def labels_of_bars(steps: Sequence[int]) -> list[Label]:
     return [Label(round((number + 0.5) * place, 3), f"{steps[number]:,}", "middle") for number in shown]
 
 
-def line_of(metric: str, values: Sequence[tuple[int, float]]) -> Line | None:
-    """Draw a metric.
+def line_of(metric: str, listed: Sequence[ListedCheckpoint], best: str | None = None) -> Line | None:
+    """Draw a metric; all metrics of the same checkpoints have the same axis of steps.
 
     Args:
         metric: Its name.
-        values: Step and value of each checkpoint; values that are not finite are left out.
+        listed: The checkpoints.
+        best: The metric that selects the best of them.
 
     Returns:
         The line, or None if there is nothing to draw.
     """
-    known = [(number, step, value) for number, (step, value) in enumerate(values) if math.isfinite(value)]
-    if not known:
+    having = sorted(
+        ((number, one, one.metrics[metric]) for number, one in enumerate(listed) if metric in one.metrics),
+        key=lambda found: found[1].step,
+    )
+    finite = [value for _, _, value in having if math.isfinite(value)]
+    if not finite:
         return None
-    steps = [step for _, step, _ in known]
-    least = min(value for _, _, value in known)
-    greatest = max(value for _, _, value in known)
-    across = max(steps) - min(steps)
-    points = [
-        Point(
-            round(2 + 96 * (step - min(steps)) / across, 3) if across else 50.0,
-            round(_TOP + HEIGHT - 8 - (HEIGHT - 16) * _share(value, least, greatest), 1),
-            number,
-            value,
+    first, last = min(one.step for one in listed), max(one.step for one in listed)
+
+    def x_of(step: int) -> float:
+        return round(1 + 98 * (step - first) / (last - first), 3) if last > first else 50.0
+
+    def draw(share_of: Callable[[float], float], ticks: Sequence[tuple[float, str]]) -> Scale:
+        def y_of(value: float) -> float:
+            return round(HEIGHT - _EDGE - (HEIGHT - 2 * _EDGE) * share_of(value), 1)
+
+        points: list[Point] = []
+        curves: list[list[str]] = [[]]
+        for number, one, value in having:
+            if not math.isfinite(value):
+                curves.append([])
+                continue
+            point = Point(x_of(one.step), y_of(value), number, value)
+            curves[-1].append(f"{point.x},{point.y}")
+            if len(finite) <= _DENSE or one.states:
+                points.append(point)
+        return Scale(
+            tuple(points),
+            tuple(" ".join(curve) for curve in curves if len(curve) > 1),
+            tuple(Tick(y_of(value), text) for value, text in ticks),
         )
-        for number, step, value in known
-    ]
-    ends = {min(steps): ("start", 0.0), max(steps): ("end", 100.0)}
-    labels = [Label(at, f"{step:,}", anchor) for step, (anchor, at) in ends.items()]
-    return Line(metric, tuple(sorted(points, key=lambda point: point.x)), least, greatest, tuple(labels))
+
+    least, greatest = min(finite), max(finite)
+    log = None
+    if least > 0 and greatest / least >= _LEAST_RANGE:
+        low, high = math.log(least), math.log(greatest)
+        log = draw(lambda value: (math.log(value) - low) / (high - low), log_ticks(least, greatest))
+    best_one = next((one for one in listed if one.is_best), None)
+    return Line(
+        printable_value(metric),
+        tuple(_readings([(one, value) for _, one, value in having if math.isfinite(value)], metric, best)),
+        tuple(one.step for _, one, value in having if not math.isfinite(value)),
+        draw(lambda value: _share(value, least, greatest), linear_ticks(least, greatest)),
+        log,
+        tuple(_step_labels(first, last, x_of)),
+        None if best_one is None else x_of(best_one.step),
+    )
+
+
+def _readings(values: Sequence[tuple[ListedCheckpoint, float]], metric: str, best: str | None) -> Iterator[Reading]:
+    """Yield the best and the latest value of a metric; without a best checkpoint, its extremes."""
+    if any(one.is_best for one, _ in values):
+        word = "best" if metric == best else "at the best"
+        yield from (Reading(word, f"{value:.4g}", one.step, "best") for one, value in values if one.is_best)
+    else:
+        for word, choose in (("lowest", min), ("highest", max)):
+            one, value = choose(values, key=lambda found: found[1])
+            yield Reading(word, f"{value:.4g}", one.step)
+    yield from (Reading("latest", f"{value:.4g}", one.step, "latest") for one, value in values if one.is_latest)
+
+
+def linear_ticks(least: float, greatest: float) -> list[tuple[float, str]]:
+    """Choose round values between two others, also if their difference overflows.
+
+    Returns:
+        A few values with their texts; the value itself if both are the same.
+    """
+    spacing = _round_up((greatest / 2 - least / 2) / _TICKS * 2)
+    if not spacing or math.isinf(spacing):
+        return [(value, f"{value:.4g}") for value in sorted({least, greatest})]
+    decimals = max(0, -math.floor(math.log10(spacing)))
+    counts = range(math.ceil(least / spacing), math.floor(greatest / spacing) + 1)
+    values = [count * spacing for count in counts]
+    most = max(map(abs, values), default=0.0)
+    if decimals > _MOST_DECIMALS or most >= _LARGEST_FIXED:
+        return [(value, f"{value:.3g}") for value in values]
+    return [(value, f"{value:,.{decimals}f}") for value in values]
+
+
+_MOST_DECIMALS: Final = 6
+_LARGEST_FIXED: Final = 1e6
+"""Limits within which values beside an axis are not written with an exponent."""
+
+
+def log_ticks(least: float, greatest: float) -> list[tuple[float, str]]:
+    """Choose powers of ten between two positive values; with few of those, also their doubles and fives."""
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(greatest)) + 1)
+    powers = powers[:: max(1, len(powers) // (2 * _TICKS))]
+    factors = (1,) if len(powers) > _TICKS else (1, 2, 5)
+    values = [float(f"{factor}e{power}") for power in powers for factor in factors]
+    return [(value, f"{value:g}") for value in values if least <= value <= greatest]
+
+
+def _round_up(spacing: float) -> float:
+    """Return the next of 1, 2, 5 times a power of ten; 0 if there is none."""
+    if not spacing or math.isinf(spacing):
+        return spacing
+    power = math.floor(math.log10(spacing))
+    found = (float(f"{factor}e{power}") for factor in (1, 2, 5, 10))
+    return next((value for value in found if value >= spacing), 0.0)
+
+
+def _step_labels(first: int, last: int, x_of: Callable[[int], float]) -> Iterator[Label]:
+    spacing = max(1, int(_round_up((last - first) / _TICKS)))
+    for step in sorted({first, *range(math.ceil(first / spacing) * spacing, last + 1, spacing)}):
+        at = x_of(step)
+        if step != first and at - x_of(first) < _NEAREST:
+            continue
+        anchor = "start" if step == first < last else "end" if at > 100 - _NEAREST / 2 else "middle"
+        yield Label(at, f"{step:,}", anchor)
+
+
+_NEAREST: Final = 14.0
+"""The least distance of a step's label from the first one, in percent: on a phone, that is some 40 pixels."""
 
 
 def _share(value: float, least: float, greatest: float) -> float:
     """Return a value's relative position between two others, even if their difference overflows."""
     return 0.5 if least == greatest else (value / 2 - least / 2) / (greatest / 2 - least / 2)
-
-
-def _pixels(share: float) -> float:
-    return round(share * HEIGHT, 1)

@@ -30,3 +30,11 @@ def make_run(root: Path, count: int = 30) -> Path:
     unfinished.mkdir()
     (unfinished / "training_state.json").write_text("{}")
     return root
+
+
+def make_decay(root: Path) -> Path:
+    """Save three steps whose loss falls from 1 to 0.1 to 0.01."""
+    with CheckpointManager(root) as manager:
+        for step, loss in ((1, 1.0), (2, 0.1), (3, 0.01)):
+            manager.save(step, TrainingState(model=nn.Linear(2, 2)), metric={"loss": loss})
+    return root

@@ -1,16 +1,43 @@
-"""Charts of runs: percentages across, pixels up."""
+"""Charts of runs: percentages across, pixels up; and columns that say the same in every row."""
 
 from __future__ import annotations
 
 import math
 
-from hfshard.viewing.page.run_page import Bar, bars_of, labels_of_bars, line_of
+from hfshard.viewing.page.run_page import (
+    Bar,
+    Cell,
+    Column,
+    Reading,
+    bars_of,
+    labels_of_bars,
+    line_of,
+    linear_ticks,
+    log_ticks,
+)
+from hfshard.viewing.run_listing import ListedCheckpoint
+
+
+def listed(*values: tuple[int, float], best: int | None = None, latest: int | None = None) -> list[ListedCheckpoint]:
+    """Checkpoints by step and loss."""
+    return [
+        ListedCheckpoint(
+            f"/run/{step}",
+            step,
+            (),
+            is_verified=True,
+            metrics={"loss": value},
+            is_best=step == best,
+            is_latest=step == latest,
+        )
+        for step, value in values
+    ]
 
 
 def test_bars_stand_on_each_other() -> None:
     assert bars_of([(100, 0), (25, 75)]) == [
-        Bar(left=22.0, width=6.0, written_top=18.0, written_height=150.0, linked_top=18.0, linked_height=0.0),
-        Bar(left=72.0, width=6.0, written_top=130.5, written_height=37.5, linked_top=18.0, linked_height=112.5),
+        Bar(left=22.0, width=6.0, written_top=18.0, written_height=80.0, linked_top=18.0, linked_height=0.0),
+        Bar(left=72.0, width=6.0, written_top=78.0, written_height=20.0, linked_top=18.0, linked_height=60.0),
     ]
     assert bars_of([]) == []
     assert bars_of([(0, 0)])[0].written_height == 0.0
@@ -23,21 +50,63 @@ def test_few_steps_are_labelled() -> None:
     assert labels_of_bars([]) == []
 
 
-def test_a_line_leaves_out_what_is_no_number() -> None:
-    line = line_of("loss", [(10, 2.0), (20, math.nan), (30, -1.0), (20, 0.5)])
+def test_a_line_is_interrupted_where_there_is_no_number() -> None:
+    line = line_of("loss", listed((10, 2.0), (20, math.nan), (30, -1.0), (25, 0.5)))
 
     assert line is not None
-    assert [(point.x, point.y, point.number) for point in line.points] == [
-        (2.0, 26.0, 0),
-        (50.0, 93.0, 3),
-        (98.0, 160.0, 2),
+    assert [(point.x, point.y, point.number) for point in line.linear.points] == [
+        (1.0, 8.0, 0),
+        (74.5, 75.0, 3),
+        (99.0, 142.0, 2),
     ]
-    assert (line.least, line.greatest, [label.text for label in line.labels]) == (-1.0, 2.0, ["10", "30"])
-    assert line_of("loss", [(10, math.inf)]) is None
+    assert line.linear.curves == ("74.5,75.0 99.0,142.0",)
+    assert [(tick.y, tick.text) for tick in line.linear.ticks] == [
+        (142.0, "-1"), (97.3, "0"), (52.7, "1"), (8.0, "2"),
+    ]  # fmt: skip
+    assert line.not_finite == (20,)
+    assert line.log is None  # it has a value below zero
+    assert line.readings == (Reading("lowest", "-1", 30), Reading("highest", "2", 10))
+    assert line_of("loss", listed((10, math.inf))) is None
+    assert line_of("accuracy", listed((10, 1.0))) is None
 
 
-def test_values_as_far_apart_as_can_be() -> None:
-    line = line_of("loss", [(1, -1.7e308), (2, 1.7e308)])
+def test_a_line_names_the_best_and_the_latest_value() -> None:
+    values = listed((100, 10.0), (200, 0.1), (300, 1.0), best=200, latest=300)
+
+    line = line_of("loss", values, "loss")
+    assert line is not None
+    assert line.readings == (Reading("best", "0.1", 200, "best"), Reading("latest", "1", 300, "latest"))
+    assert line.best_at == 50.0
+    assert line.log is not None
+    assert [point.y for point in line.log.points] == [8.0, 142.0, 75.0]
+    assert [tick.text for tick in line.log.ticks] == ["0.1", "0.2", "0.5", "1", "2", "5", "10"]
+    assert [(label.text, label.anchor) for label in line.labels] == [
+        ("100", "start"), ("150", "middle"), ("200", "middle"), ("250", "middle"), ("300", "end"),
+    ]  # fmt: skip
+    other = line_of("loss", values, "accuracy")
+    assert other is not None
+    assert other.readings[0] == Reading("at the best", "0.1", 200, "best")
+
+
+def test_values_as_far_apart_or_as_close_as_can_be() -> None:
+    line = line_of("loss", listed((1, -1.7e308), (2, 1.7e308)))
 
     assert line is not None
-    assert [point.y for point in line.points] == [160.0, 26.0]
+    assert [point.y for point in line.linear.points] == [142.0, 8.0]
+    assert [text for _, text in linear_ticks(-1.7e308, 1.7e308)] == ["-1e+308", "0", "1e+308"]
+    assert linear_ticks(0.0, 5e-324) == [(0.0, "0"), (5e-324, "4.941e-324")]
+    assert linear_ticks(3.0, 3.0) == [(3.0, "3")]
+
+
+def test_ticks_are_round() -> None:
+    assert [text for _, text in linear_ticks(0.2045, 1.597)] == ["0.5", "1.0", "1.5"]
+    assert [text for _, text in linear_ticks(12_000, 48_000)] == ["20,000", "30,000", "40,000"]
+    assert [text for _, text in linear_ticks(0.91, 0.92)] == ["0.910", "0.915", "0.920"]
+    assert [text for _, text in log_ticks(2e-5, 3.0)] == ["0.0001", "0.001", "0.01", "0.1", "1"]
+    assert [text for _, text in log_ticks(0.2, 1.6)] == ["0.2", "0.5", "1"]
+
+
+def test_a_column_that_says_the_same_in_every_row_is_constant() -> None:
+    assert Column("size", (Cell("1 KB"), Cell(""), Cell("1 KB"))).constant == "1 KB"
+    assert Column("size", (Cell("1 KB"), Cell("2 KB"))).constant is None
+    assert Column("size", (Cell("1 KB"), Cell(""))).constant is None  # a single one says nothing about others
