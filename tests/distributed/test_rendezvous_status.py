@@ -166,7 +166,9 @@ def _talk(rank: int, world_size: int) -> None:
     _save_often(rank, world_size, 10)
 
 
-@pytest.mark.parametrize(("world_size", "is_file"), [(4, False), (2, True), (1, True)])
+@pytest.mark.parametrize(
+    ("world_size", "is_file"), [pytest.param(4, False, marks=pytest.mark.slow), (2, True), (1, True)]
+)
 def test_ranks_hear_each_other_and_who_failed(tmp_path: Path, world_size: int, is_file: bool) -> None:
     check_ranks(tmp_path, world_size, _talk, world_size, ports=() if is_file else (free_port(),))
 

@@ -220,7 +220,7 @@ def test_it_is_listed_and_looked_at() -> None:
     assert inspect_checkpoint(ROOT).directory == f"{ROOT}/checkpoint-00000002"
     assert {one.name for one in inspect_checkpoint(f"{ROOT}/checkpoint-1").tensors} == training.weights().keys()
     assert not diff_checkpoints(found[0].path, found[1].path).is_same
-    assert page_of_run(ROOT, "loss", "min").title == ROOT
+    assert page_of_run(ROOT, "loss", "min", paths=True).place == ROOT
     with pytest.raises(CheckpointNotFoundError, match=r"Its folder one contains a run"):
         checkpoints_of("mem://runs")
 

@@ -148,6 +148,7 @@ class NamedRun:
             sizes={file: size for file, size in sizes.items() if file in used},
             identities=identities,
             records=tuple(record for record in records if record.file in used),
+            trained={},
         )
         with closing(ForeignShard(table)) as shard:
             yield shard
