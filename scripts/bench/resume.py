@@ -108,15 +108,17 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _details(results: dict[str, Any]) -> list[str]:
-    """A line for each outcome that has more to say than where it resumed."""
+    """Each case with its outcomes that have more to say than where they resumed."""
     lines = []
     for name, case in CASES.items():
         cells = results["cells"].get(name, {})
-        for way in WAYS:
-            cell, detail = cells.get(way, ("", ""))
-            if detail and not detail.startswith("resumed after"):
-                lines.append(f"- {case.title}, {way}: {cell}; {detail}")
+        details = [f"  - {way}: {cells[way][1]}" for way in WAYS if _says_more(cells.get(way, ("", ""))[1])]
+        lines += [f"- {case.title}", *details] if details else []
     return lines
+
+
+def _says_more(detail: str) -> bool:
+    return bool(detail) and not detail.startswith("resumed after")
 
 
 def cases_table(results: dict[str, Any], ways: tuple[str, ...]) -> str:
