@@ -156,8 +156,15 @@ def _load_overtaken(rank: int, verify: str, old: Path, new: Path, *, is_uploaded
     assert tries[-1] == 1
 
 
-@pytest.mark.parametrize("is_uploaded", [False, True])
-@pytest.mark.parametrize("verify", ["structure", "full"])
+@pytest.mark.parametrize(
+    ("verify", "is_uploaded"),
+    [
+        ("structure", True),
+        ("full", False),
+        pytest.param("structure", False, marks=pytest.mark.slow),
+        pytest.param("full", True, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_that_build_a_model_start_again_together(tmp_path: Path, verify: str, *, is_uploaded: bool) -> None:
     sizes: dict[str, Any] = {"words": 3000, "max_shard_size": "1MB"}  # two tensors that do not come with the header
     old, new = (
