@@ -162,10 +162,10 @@ _IN_REPO: Final = frozenset({"tree", "blob", "resolve", "raw"})
 """Words after a repo's name in the addresses of its files; a revision and a path follow."""
 
 
-def has_lost_slash(path: object) -> bool:
-    """Return whether a path is an address that lost a slash when it became a path, such as "s3:/bucket"."""
+def is_meant_as_address(path: object) -> bool:
+    """Return whether a path is an address, or was one before it lost a slash as a path, such as "s3:/bucket"."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    return isinstance(text, str) and _LOST_SLASH.match(text) is not None
+    return isinstance(text, str) and (is_store_address(text) or _LOST_SLASH.match(text) is not None)
 
 
 def check_slashes(text: str, argument: str) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import utils as their_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from hfshard._util.addresses import has_lost_slash, is_store_address
+from hfshard._util.addresses import is_meant_as_address
 from hfshard._util.arguments import checked_path_text
 from hfshard._util.context import bound
 from hfshard.checkpoint.check_files import ReplacedMeanwhile
@@ -242,7 +242,7 @@ def _build(
         signed = _check_signature(local, source, kwargs, options)
         reject_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
-        if not options.is_lenient or is_store_address(path) or has_lost_slash(path):
+        if not options.is_lenient or is_meant_as_address(path):
             raise
         return build(path, *model_args, **kwargs)  # which raises its own error, or knows more than hfshard
     if local.weights_name is None and holds_adapter(

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from huggingface_hub import create_repo, try_to_load_from_cache
 
-from hfshard._util.addresses import has_lost_slash, is_store_address
+from hfshard._util.addresses import is_meant_as_address
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint, warn_of_others_files
@@ -83,7 +83,7 @@ def _save(
 
 def _reject_store(path: Any, argument: str) -> None:
     """Reject an address, which diffusers would take for a directory or a repo."""
-    if is_store_address(path) or has_lost_slash(path):
+    if is_meant_as_address(path):
         raise InvalidArgumentError(
             f"{argument}={os.fspath(path)!r:.200} is an address, but models of diffusers are saved into directories "
             "and loaded from them. Save into a directory and copy it with the service's tool; or save the weights "

@@ -9,7 +9,13 @@ import transformers
 from torch import nn
 
 import hfshard
-from hfshard._util.addresses import StoreAddress, is_store_address, parse_address, reject_hub_arguments
+from hfshard._util.addresses import (
+    StoreAddress,
+    is_meant_as_address,
+    is_store_address,
+    parse_address,
+    reject_hub_arguments,
+)
 from hfshard._util.arguments import absolute_path
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 
@@ -69,6 +75,14 @@ def test_a_secret_in_an_address_is_not_repeated(text: str) -> None:
 @pytest.mark.parametrize("text", ["org/name", "/a/b", "file:///a", "a:b", "s3:/b", "C:\\x", 5])
 def test_paths_and_names_are_no_addresses(text: object) -> None:
     assert not is_store_address(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_meant"),
+    [("s3://b/p", True), ("s3:/b/p", True), (Path("s3://b/p"), True), ("file:///a", False), ("a:b", False), (5, False)],
+)
+def test_an_address_that_lost_a_slash_is_meant_as_one(path: object, is_meant: bool) -> None:
+    assert is_meant_as_address(path) == is_meant
 
 
 def test_a_cache_is_on_a_disk() -> None:
