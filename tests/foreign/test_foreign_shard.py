@@ -194,8 +194,8 @@ def test_each_weight_is_compared_with_the_cast_of_its_master(tmp_path: Path, las
 
     with closing(ForeignShard(table)) as shard:
         if is_cast:
-            shard.check_trained()
+            assert shard.check_values() == 0  # no checksums
             return
         with pytest.raises(IntegrityError, match=r"parameter 'up\.weight' in the model's file is not") as caught:
-            shard.check_trained()
+            shard.check_values()
     assert caught.value.fqn == "up.weight"
