@@ -79,6 +79,14 @@ class ForeignShard(RangedShard):
         """Return whether all files are those that were opened."""
         return self._runs.is_current()
 
+    def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
+        """Use one buffer, which stays in the core's cache: windows read ahead took twice the CPU time of a convert."""
+        room = memoryview(bytearray(min(block_bytes, count_bytes)))
+        for at in range(0, count_bytes, block_bytes):
+            block = room[: count_bytes - at]
+            self.read_into(start + at, block)
+            yield block
+
     def check_records(self, progress_callback: ProgressCallback | None = None) -> int:
         """Do what `check_values` does, and reject files without checksums.
 

@@ -84,6 +84,18 @@ def test_any_range_of_the_file_is_read(parts: dict[str, torch.Tensor], tmp_path:
         assert part == whole[begin : begin + len(part)]
 
 
+def test_blocks_of_a_tensor_are_read_into_one_buffer(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    shard = ForeignShard(table_in(tmp_path))
+    tensors = shard.header.tensors
+
+    found = [(bytes(block), block.obj) for block in shard.blocks(tensors["matrix"], block_bytes=4096)]
+
+    assert [len(raw) for raw, _ in found] == [4096, 4096, 1408]
+    assert b"".join(raw for raw, _ in found) == parts["matrix"].numpy().tobytes()
+    assert len({id(room) for _, room in found}) == 1
+    assert list(shard.blocks(tensors["none"])) == []
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_records_are_compared_with_their_checksums(
     is_damaged: bool, parts: dict[str, torch.Tensor], tmp_path: Path
