@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from hashlib import sha256
 from itertools import accumulate, chain, islice, takewhile
-from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
