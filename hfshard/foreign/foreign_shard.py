@@ -215,7 +215,7 @@ class _RunReader:
     def check(self, record: StoredRecord, progress_callback: ProgressCallback | None) -> list[str]:
         """Compare a record with its checksum, and return the masters in it whose casts are not the weights."""
         room = memoryview(bytearray(min(COPY_BYTES, record.size)))
-        differing = []
+        differing: list[str] = []
         found = 0
         for at in range(0, record.size, len(room) or 1):
             block = room[: record.size - at]
