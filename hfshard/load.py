@@ -83,7 +83,8 @@ def load_state_dict(
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
             "sha256"): every byte against its checksum, which hfshard writes, and torch.save since 1.6; files without
-            one are rejected. From a store, each tensor is compared with its own, at every level except "none".
+            one are rejected. From a store, each tensor is compared with its own, at every level except "none". Weights
+            of DeepSpeed's ZeRO 1 and 2 must then be the casts of their masters, as in `verify_checkpoint`.
         public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file
             that is read (`model.sig`, of `sign_checkpoint` or OpenSSF Model Signing). Every byte of the weights is
             hashed, regardless of `verify`; in a store, each shard is read once more for that. Not with `ranges`.

@@ -78,12 +78,12 @@ class ForeignTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """Bytes of a file whose CRC-32 the file itself has, as each record of a zip does."""
+    """Bytes of a file whose CRC-32 the file itself has, as each record of a zip does; None: it has none."""
 
     file: str
     offset: int
     size: int
-    crc32: int
+    crc32: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ class ForeignTable:
     records: tuple[StoredRecord, ...] = ()
     """Records of the files that can be compared with a checksum."""
     trained: Mapping[str, ForeignTensor] = field(default_factory=lambda: MappingProxyType({}))
-    """Name -> the weight as it was trained, of which `tensors` has the float32 master; each is the cast of that."""
+    """Name -> the weight as it was trained, of which `tensors` has the float32 master, without rows; each is the cast
+    of that."""
 
     def __post_init__(self) -> None:
         """Check the table."""

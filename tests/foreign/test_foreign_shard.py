@@ -84,6 +84,18 @@ def test_any_range_of_the_file_is_read(parts: dict[str, torch.Tensor], tmp_path:
         assert part == whole[begin : begin + len(part)]
 
 
+def test_blocks_of_a_tensor_are_read_into_one_buffer(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    shard = ForeignShard(table_in(tmp_path))
+    tensors = shard.header.tensors
+
+    found = [(bytes(block), block.obj) for block in shard.blocks(tensors["matrix"], block_bytes=4096)]
+
+    assert [len(raw) for raw, _ in found] == [4096, 4096, 1408]
+    assert b"".join(raw for raw, _ in found) == parts["matrix"].numpy().tobytes()
+    assert len({id(room) for _, room in found}) == 1
+    assert list(shard.blocks(tensors["none"])) == []
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_records_are_compared_with_their_checksums(
     is_damaged: bool, parts: dict[str, torch.Tensor], tmp_path: Path
@@ -194,8 +206,38 @@ def test_each_weight_is_compared_with_the_cast_of_its_master(tmp_path: Path, las
 
     with closing(ForeignShard(table)) as shard:
         if is_cast:
-            shard.check_trained()
+            assert shard.check_values() == 0  # no checksums
             return
         with pytest.raises(IntegrityError, match=r"parameter 'up\.weight' in the model's file is not") as caught:
-            shard.check_trained()
+            shard.check_values()
     assert caught.value.fqn == "up.weight"
+
+
+@pytest.mark.parametrize(("damage", "message"), [(b"", "has files of different saves"), (b"x", "is damaged: 16 bytes")])
+def test_masters_are_compared_in_the_pass_of_checksums(damage: bytes, message: str, tmp_path: Path) -> None:
+    """Each byte is read once; damage is named before what follows from it."""
+    masters = torch.tensor([1.0, 2.0, 3.0, 4.0]).numpy().tobytes()
+    weights = {"a": torch.tensor([1.0, 2.0]).half(), "b": torch.tensor([3.0, 5.0]).half()}
+    raws = {"masters": masters, "weights": b"".join(one.numpy().tobytes() for one in weights.values())}
+    (tmp_path / "weights").write_bytes(raws["weights"])
+    (tmp_path / "masters").write_bytes(damage + masters[len(damage) :])
+    table = ForeignTable(
+        directory=str(tmp_path),
+        framework="X",
+        tensors={
+            "a": ForeignTensor(torch.float32, (2,), (ByteRun("masters", 0, 8, 0),)),
+            "b": ForeignTensor(torch.float32, (2,), (ByteRun("masters", 8, 8, 0),)),
+        },
+        sizes={"masters": 16, "weights": 8},
+        records=tuple(StoredRecord(name, 0, len(raw), zlib.crc32(raw)) for name, raw in raws.items()),
+        trained={
+            "a": ForeignTensor(torch.float16, (2,), (ByteRun("weights", 0, 4, 0),)),
+            "b": ForeignTensor(torch.float16, (2,), (ByteRun("weights", 4, 4, 0),)),
+        },
+    )
+    counts: list[int] = []
+
+    with closing(ForeignShard(table)) as shard, pytest.raises(IntegrityError, match=message) as caught:
+        shard.check_records(counts.append)
+
+    assert (caught.value.fqn, counts) == ((None, [16]) if damage else ("b", [16, 8]))

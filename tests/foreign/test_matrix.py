@@ -254,7 +254,7 @@ def test_each_save_of_deepspeed_is_verified(case: Case, produced: Path) -> None:
         ("deepspeed-zero2-fp32-4-nasty", "deepspeed-zero1-fp32-2-nasty"),
     ],
 )
-def test_verify_names_the_first_weight_of_another_save_than_the_optimizers(
+def test_weights_of_another_save_than_the_optimizers_are_found(
     name: str, other: str, produced: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(checkpoint_of(place_of(BY_NAME[name], produced)), tmp_path / "mixed")
@@ -262,9 +262,12 @@ def test_verify_names_the_first_weight_of_another_save_than_the_optimizers(
     shutil.copy(checkpoint_of(place_of(BY_NAME[other], produced)) / model, tmp_path / "mixed" / model)
 
     report = hfshard.verify_checkpoint(tmp_path / "mixed")
+    with pytest.raises(hfshard.errors.IntegrityError, match="has files of different saves") as raised:
+        hfshard.load_state_dict(tmp_path / "mixed", verify="full")
 
     (problem,) = report.problems
     assert "parameter 'embed.weight' in the model's file is not its float32 master" in str(problem)
+    assert raised.value.fqn == "embed.weight"
 
 
 def test_tied_weights_are_one_tensor(produced: Path) -> None:

@@ -174,7 +174,7 @@ class ForeignDirectory:
             return
         self.files |= self.named.run.files
         if request.verify == "full" and request.rank == 0:
-            self.named.check_records()
+            self.named.check_values()
 
     def weights(self, base: str = "model") -> dict[str, Any] | None:
         """Read the weights whose file names begin with `base`; None if there are none.

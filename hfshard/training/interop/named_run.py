@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -81,16 +82,15 @@ class NamedRun:
         found = self.run.extra.items()
         return {name: one for name, one in found if find_in(one, lambda value: isinstance(value, NotStored)) is None}
 
-    def check_records(self) -> None:
-        """Compare the bytes of all tensors with the checksums that their files have, if they have all of them.
+    def check_values(self) -> None:
+        """Do what `ForeignShard.check_values` does with the weights and the state of the optimizer.
 
         Raises:
-            IntegrityError: A record differs.
+            IntegrityError: Something differs.
         """
         states = {} if self.run.optimizer is None else self.run.optimizer.table.tensors
-        with self._opened({**self.run.weights.tensors, **states}, {}) as shard:
-            if shard.table.is_verifiable:
-                shard.check_records()
+        with self._opened({**self.run.weights.tensors, **states}, {}, self.run.weights.trained) as shard:
+            shard.check_values()
 
     def read(
         self, base: str, tensors: Mapping[str, torch.Tensor], layouts: StateLayouts | None
@@ -130,17 +130,19 @@ class NamedRun:
                 aliases[name] = kept
         found = {name: self._tensors[storage] for storage, name in first.items()}
         names = WeightNames()
-        with self._opened(found, aliases) as shard:
+        with self._opened(found, aliases, {}) as shard:
             folder = LocalFolder(self.run.weights.directory)
             yield checkpoint_of(shard, folder, names, WeightsEntry("foreign", names.single))
 
     @contextmanager
-    def _opened(self, tensors: Mapping[str, ForeignTensor], aliases: Mapping[str, str]) -> Iterator[ForeignShard]:
+    def _opened(
+        self, tensors: Mapping[str, ForeignTensor], aliases: Mapping[str, str], trained: Mapping[str, ForeignTensor]
+    ) -> Iterator[ForeignShard]:
         tables = [self.run.weights, *([] if self.run.optimizer is None else [self.run.optimizer.table])]
         sizes = {file: size for table in tables for file, size in table.sizes.items()}
         identities = {file: one for table in tables for file, one in table.identities.items()}
         records = dict.fromkeys(record for table in tables for record in table.records)
-        used = {run.file for tensor in tensors.values() for run in tensor.runs}
+        used = {run.file for tensor in chain(tensors.values(), trained.values()) for run in tensor.runs}
         table = replace(
             self.run.weights,
             tensors=tensors,
@@ -148,7 +150,7 @@ class NamedRun:
             sizes={file: size for file, size in sizes.items() if file in used},
             identities=identities,
             records=tuple(record for record in records if record.file in used),
-            trained={},
+            trained=trained,
         )
         with closing(ForeignShard(table)) as shard:
             yield shard
