@@ -15,7 +15,8 @@ from hfshard.constants import SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, sha256_of_source
 from hfshard.errors import escaped
 from hfshard.format.header import LENGTH_BYTES, read_header_length
-from hfshard.hub.model_card import CARD_PICTURE, DrawnCard
+from hfshard.hub.card_drawer import DrawnCard
+from hfshard.hub.model_card import CARD_PICTURE
 from hfshard.hub.push_files import detect_variants
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
@@ -29,7 +30,7 @@ _PLAIN: Final = " ,./-"
 
 
 def draw_card(contents: Mapping[str, ByteSource], name: str) -> DrawnCard:
-    """Draw the card of the files of a push, as `hfshard.hub.model_card.draw_card` describes it."""
+    """Draw the card of the files of a push, as `hfshard.hub.card_drawer.draw_card` describes it."""
     require_chromium()
     with tempfile.TemporaryDirectory(prefix="hfshard-card-") as folder:
         for file, content in contents.items():
