@@ -101,6 +101,7 @@ def test_json_has_everything(tmp_path: Path, run: Run) -> None:
             {"kind": "only_in_b", "a": None, "b": tensor("y", 2), "values": None},
             {"kind": "only_in_a", "a": tensor("old", 1), "b": None, "values": None},
         ],
+        "merged": None,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, split_name
-from hfshard.viewing.page.page import NO_NAME, Fact, Page, is_path, name_of, printable_value
+from hfshard.viewing.page.page import NO_NAME, Fact, Page, describe_model, is_path, name_of, printable_value
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part, PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
@@ -74,7 +74,7 @@ def make_checkpoint_page(
         kind="checkpoint",
         title=name_of(found.place),
         place="" if is_path(found.place) else printable(found.place),
-        about=_about(found),
+        about=describe_model(found.model),
         facts=(*_facts(found), *([] if measured is None else values_facts(measured))),
         view={
             "kind": "checkpoint" if found.model is None or found.model.adapter is None else "adapter",
@@ -100,15 +100,6 @@ def make_checkpoint_page(
         },
         data=_data(found, tree) | ({} if measured is None else {"values": values_data(measured, tree)}),
     )
-
-
-def _about(found: Inspection) -> tuple[str, ...]:
-    """Say what it is; a base in a folder of this machine by its name."""
-    if found.model is None:
-        return ()
-    base = found.model.base
-    shown = found.model if base is None or not is_path(base) else replace(found.model, base=name_of(base))
-    return tuple(map(printable, shown.describe()))
 
 
 def _facts(found: Inspection) -> tuple[Fact, ...]:
