@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from hfshard._util.text import count_of
 from hfshard.viewing.module_tree import (
+    HEADS,
     LayerStack,
     common_length,
     fold_names,
@@ -21,11 +22,6 @@ from hfshard.viewing.module_tree import (
 )
 from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff
 
-_HEADS: Final = frozenset(
-    {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}
-    | {"output_projection", "qa_outputs", "score"}
-)
-"""Names that architectures use for the task-specific part."""
 _FEW: Final = 10
 """A tenth of all: if at most that many are unchanged, the sentence names those instead of the changed ones."""
 
@@ -202,7 +198,7 @@ def _files_text(found: CheckpointDiff) -> str:
 def _is_head(name: str) -> bool:
     """Return whether a tensor is in a head and in no layer."""
     parts = split_name(name)
-    return not _HEADS.isdisjoint(parts[:2]) and not any(map(is_number, parts[:2]))
+    return not HEADS.isdisjoint(parts[:2]) and not any(map(is_number, parts[:2]))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from hfshard.viewing.module_tree import (
     split_name,
     without_numbers,
 )
-from hfshard.viewing.page.page import Fact, Page, describe_model, printable_value
+from hfshard.viewing.page.page import Fact, Page, describe_model, printable_value, share_text
 from hfshard.viewing.results import FROM_ZERO, KIND_WORDS, CheckpointDiff, DiffKind, NormScale, TensorDiff, ValueDiff
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
@@ -124,13 +124,13 @@ def _adapter_fact(whole: CheckpointDiff, merged: CheckpointDiff) -> Fact:
     sides = [[getattr(tensor, side) for tensor in whole.tensors] for side in ("a", "b")]
     in_a, in_b = (sum(facts.parameters for facts in side if facts is not None) for side in sides)
     base, adapter = (in_a, in_b) if merged.a == whole.a else (in_b, in_a)
-    return Fact("adapter", f"{adapter:,}", f"parameters, {_percent(adapter, base)} of the base's")
+    return Fact("adapter", f"{adapter:,}", f"parameters, {share_text(adapter, base)} of the base's")
 
 
 def _share_of_b(found: CheckpointDiff) -> str:
     in_b = [(tensor.kind, tensor.b.parameters) for tensor in found.tensors if tensor.b is not None]
     changed = sum(parameters for kind, parameters in in_b if kind == "changed")
-    return _percent(changed, sum(parameters for _, parameters in in_b))
+    return share_text(changed, sum(parameters for _, parameters in in_b))
 
 
 # The heat maps: stacks of layers as columns of layers and rows of kinds.
@@ -296,11 +296,6 @@ def _turn(tensor: TensorDiff) -> float | str | None:
     return _number(round(tensor.values.cosine_distance, 6 if is_small else 12))
 
 
-def _percent(part: int, whole: int) -> str:
-    percent = 100 * part / whole if whole else 0.0
-    return "under 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
-
-
 def _number(value: float) -> float | str:
     """Round a number to the digits that are shown; a string if JSON cannot represent it."""
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
@@ -329,7 +324,7 @@ _COLUMNS: Final = (
         "share",
         "elements changed",
         True,
-        _of_values(lambda values: f"{_percent(values.changed, values.elements)} of elements changed"),
+        _of_values(lambda values: f"{share_text(values.changed, values.elements)} of elements changed"),
     ),
     Column("kind", "kind", False, lambda tensor: KIND_WORDS[tensor.kind]),
     Column("dtype", "dtype", False, _dtypes),

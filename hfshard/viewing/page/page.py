@@ -95,6 +95,12 @@ def describe_model(model: ModelSummary | None) -> tuple[str, ...]:
     return tuple(map(printable, shown.describe()))
 
 
+def share_text(part: int, whole: int) -> str:
+    """Format a share as a percentage."""
+    percent = 100 * part / whole if whole else 0.0
+    return "under 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
+
+
 def printable_value(value: Any) -> str:
     """Format a metadata value as text, truncated if it is very long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
@@ -169,6 +175,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["size"] = format_size
     environment.filters["count"] = "{:,}".format
     environment.filters["pieces"] = _pieces
+    environment.filters["share"] = share_text
     return environment
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
-from hfshard._util.text import format_size, printable
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.viewing.page.page import Fact, Page, is_path, name_of, printable_value
 from hfshard.viewing.run_listing import ListedCheckpoint, Part, metrics_text
 
@@ -128,16 +129,34 @@ def make_run_page(
             "has_log": any(line.log is not None for line in lines[:_MOST_METRICS]),
             "more_lines": max(0, len(lines) - _MOST_METRICS),
             "best_row": best_row,
+            "sentence": _best_sentence(listed, best),
             "columns": [column for column in columns if column.constant is None and any(c.text for c in column.cells)],
             "constants": [(column.head, column.constant) for column in columns if column.constant is not None],
             "lists_metrics": bool(names) and not has_columns,
             "lists_changes": changes is not None,
-            "changed": [row for row in rows if row.change is not None],
+            "changed": _alike([row for row in rows if row.change is not None]),
+            "unknown_changes": sum(row.change is None for row in rows[1:]),
             "height": HEIGHT,
             "bar_height": BAR_HEIGHT,
             "linked_word": linked_word,
         },
     )
+
+
+def _best_sentence(listed: Sequence[ListedCheckpoint], best: str | None) -> str:
+    """Say which step is the best and by what; "" if none is."""
+    found = next((one for one in listed if one.is_best), None)
+    if best is None or found is None:
+        return ""
+    values = [value for one in listed if math.isfinite(value := one.metrics.get(best, math.nan))]
+    extreme = "lowest" if found.metrics[best] == min(values) else "highest"
+    shown = printable_value(metrics_text({best: found.metrics[best]}))
+    return f"Step {found.step:,} is the best: {shown} is the {extreme} of {count_of(len(values), 'checkpoint')}."
+
+
+def _alike(changed: Sequence[_Row]) -> list[list[_Row]]:
+    """Join neighbors in which the same changed."""
+    return [list(group) for _, group in groupby(changed, lambda row: row.change and row.change.sentence)]
 
 
 def _facts(

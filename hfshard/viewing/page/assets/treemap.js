@@ -41,10 +41,6 @@ function colourOf(number, count) {
  */
 function makeTreemap(tree, onItem) {
   const root = byId("treemap");
-  const tip = make("div", "");
-  tip.id = "tip";
-  tip.hidden = true;
-  document.body.append(tip);
   let view = { node: 0, from: 0 }; // `from`: how many of the largest items are left out, to show smaller ones
   let column = "dtype";
   let items = [];
@@ -55,7 +51,7 @@ function makeTreemap(tree, onItem) {
   const itemOfElement = new WeakMap();
   let cellOfItem = new Map(); // each that is drawn, at any level
 
-  const numberOf = () => (column === "dtype" ? tree.dtypes.length : tree.files.length);
+  const numberOf = () => tree.colours[column].length;
 
   function colourOfItem(item) {
     let best = 0;
@@ -227,7 +223,7 @@ function makeTreemap(tree, onItem) {
 
   function drawLegend() {
     const shares = [...tree.sharesOf(0, column)].sort((one, other) => one[0] - other[0]);
-    const names = column === "dtype" ? tree.dtypes : tree.files;
+    const names = tree.colours[column];
     const swatch = (number) => {
       const mark = make("i", "");
       mark.style.background = colourOf(number, numberOf());
@@ -249,7 +245,7 @@ function makeTreemap(tree, onItem) {
     chosen = null;
     draw();
     drawCrumbs();
-    hideTip();
+    showTip(null);
     const cell = cells.find((one) => one.item === focused) ?? cells[0];
     if (cell && focused !== null) focusOn(cell);
     else onItem(view.node);
@@ -330,20 +326,12 @@ function makeTreemap(tree, onItem) {
     event.preventDefault();
   });
 
-  function hideTip() {
-    tip.hidden = true;
-  }
-  root.addEventListener("pointerleave", hideTip);
+  root.addEventListener("pointerleave", () => showTip(null));
   root.addEventListener("pointermove", (event) => {
-    const element = event.target.closest(".cell");
-    const item = itemOfElement.get(element);
-    if (item === undefined || event.pointerType === "touch") return hideTip();
+    const item = itemOfElement.get(event.target.closest(".cell"));
+    if (item === undefined || event.pointerType === "touch") return showTip(null);
     const share = formatShare(tree.bytesOf(item), tree.bytesOf(0));
-    tip.replaceChildren(make("span", "name", tree.nameOf(tree.nodeOf(item))), `${factsOf(item)} · ${share}`);
-    tip.hidden = false;
-    const x = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-    const y = event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18;
-    Object.assign(tip.style, { left: `${Math.max(8, x)}px`, top: `${Math.max(8, y)}px` });
+    showTip(new DOMRect(event.clientX, event.clientY, 0, 18), tree.nameOf(tree.nodeOf(item)), `${factsOf(item)} · ${share}`);
   });
 
   let width = 0;
