@@ -124,7 +124,7 @@ def _adapter_fact(whole: CheckpointDiff, merged: CheckpointDiff) -> Fact:
     sides = [[getattr(tensor, side) for tensor in whole.tensors] for side in ("a", "b")]
     in_a, in_b = (sum(facts.parameters for facts in side if facts is not None) for side in sides)
     base, adapter = (in_a, in_b) if merged.a == whole.a else (in_b, in_a)
-    return Fact("adapter", f"{adapter:,}", f"parameters, {share_text(adapter, base)} of the base's")
+    return Fact("adapter's parameters", f"{adapter:,}", f"{share_text(adapter, base)} of the base's")
 
 
 def _share_of_b(found: CheckpointDiff) -> str:
