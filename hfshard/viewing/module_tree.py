@@ -335,7 +335,7 @@ def parts_of_model(names: Collection[str]) -> dict[str, str]:
     """Sort tensors into the parts of a model: embeddings, attention, MLP, norms, head, other.
 
     Args:
-        names: FQNs. If one part has them all, as of a LoRA adapter, they are sorted by their modules instead.
+        names: FQNs. If one part of layers has them all, as of a LoRA adapter, they are sorted by a few modules.
 
     Returns:
         Name -> part, in the order in which a page lists the parts.
@@ -348,12 +348,11 @@ def parts_of_model(names: Collection[str]) -> dict[str, str]:
     kind_of = {name: kind for stack in grid.stacks for (_, kind), members in stack.cells.items() for name in members}
     parts: dict[str, str] = {name: _role(_words(kind)) for name, kind in kind_of.items()}
     parts |= {name: _part_outside(name) for name in grid.others}
-    if len(set(parts.values())) == 1:
-        parts = {name: kind_of.get(name, name).split(".lora_")[0].removesuffix(".weight") for name in parts}
-        order = sorted(set(parts.values()), key=_computing_order)
-    else:
-        order = list(_PARTS)
-    return dict(sorted(parts.items(), key=lambda one: order.index(one[1])))
+    modules = {name: kind.split(".lora_")[0].removesuffix(".weight") for name, kind in kind_of.items()}
+    order = sorted(set(modules.values()), key=_computing_order)
+    if len(set(parts.values())) > 1 or grid.others or len(order) > _MOST_MODULES:
+        modules, order = parts, list(_PARTS)
+    return dict(sorted(modules.items(), key=lambda one: order.index(one[1])))
 
 
 _PARTS: Final = ("embeddings", *get_args(Role)[:-1], "head", "other")
@@ -362,6 +361,8 @@ HEADS: Final = frozenset(
     | {"output_projection", "qa_outputs", "score"}
 )
 """Names that architectures use for the task-specific part."""
+_MOST_MODULES: Final = 9
+"""The most modules of a layer that are told apart: a page has as many colors."""
 _EMBEDDINGS: Final = ("emb", "tok", "wpe", "wte")
 """How words in the names of embeddings begin."""
 

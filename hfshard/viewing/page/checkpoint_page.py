@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.viewing.describe import abbreviate_name
 from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, parts_of_model, split_name
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, describe_model, is_path, name_of, printable_value, share_text
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
@@ -151,7 +152,7 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
         "kind": kind_of,
         "file": file_of,
         "kinds": [[dtypes[dtype], shape, nbytes, part] for dtype, shape, nbytes, part in kinds],
-        "parts": list(map(printable, parts)),
+        "parts": [abbreviate_name(printable(part)) for part in parts],
         "dtypes": list(map(printable, dtypes)),
         "files": [printable(file.name) for file in found.files],
         "ties": [[tree.node_of[name], tree.node_of[stored]] for name, stored in found.tied_names.items()],

@@ -14,6 +14,7 @@ from hfshard.viewing.page.run_page import (
     line_of,
     linear_ticks,
     log_ticks,
+    make_run_page,
 )
 from hfshard.viewing.run_listing import ListedCheckpoint
 
@@ -110,3 +111,16 @@ def test_a_column_that_says_the_same_in_every_row_is_constant() -> None:
     assert Column("size", (Cell("1 KB"), Cell(""), Cell("1 KB"))).constant == "1 KB"
     assert Column("size", (Cell("1 KB"), Cell("2 KB"))).constant is None
     assert Column("size", (Cell("1 KB"), Cell(""))).constant is None  # a single one says nothing about others
+
+
+def test_a_sentence_says_which_step_is_the_best_and_by_what() -> None:
+    values = ((100, 1.5), (200, 0.25), (300, math.nan), (400, 0.5))
+
+    def sentence(best: int | None, metric: str | None = "loss") -> str:
+        page = make_run_page("/run", listed(*values, best=best, latest=400), {}, best=metric)
+        return str(page.view["sentence"])
+
+    assert sentence(200) == "Step 200 is the best: loss 0.25 is the lowest of 3 checkpoints."
+    assert sentence(100) == "Step 100 is the best: loss 1.5 is the highest of 3 checkpoints."
+    assert sentence(None) == ""
+    assert sentence(200, None) == ""
