@@ -9,6 +9,7 @@ const CROWDED = 200; // cells of a map whose items are all too small to be told 
 const CROWDED_SHARE = 0.85; // of its width; all the others have the rest, which is not to scale then
 const NEARLY_ALL = 0.8; // a module with so much of what is shown counts for no level: "model", "model.layers"
 const NARROWEST_LABEL = 30;
+const NARROWEST_CHARACTER = 3; // pixels
 const CHARACTER = 7; // pixels, about
 const EASILY_SEEN = 10; // pixels of the sides of a cell that is chosen from elsewhere; a smaller one is shown closer
 const GAP = 2;
@@ -96,8 +97,9 @@ function makeTreemap(tree, onItem) {
     return cell;
   }
 
-  function label({ element, box }, name, lines) {
-    const text = shortened(name, Math.floor((box.w - 10) / CHARACTER), Math.min(lines, 3));
+  function label({ element, box, holds }, name, lines) {
+    pen.font = `${holds ? 600 : 400} 12px ${getComputedStyle(root).fontFamily}`;
+    const text = shortened(name, box.w - 10, Math.min(lines, 3));
     element.append(make("span", lines > 1 ? "label lines" : "label", ...(lines > 1 ? nameText(text) : [text])));
   }
 
@@ -352,35 +354,40 @@ function makeTreemap(tree, onItem) {
   return { go, reveal, paintBy };
 }
 
+const pen = document.createElement("canvas").getContext("2d"); // measures labels in their font
+
 /**
- * A name in so many characters and lines. ".weight" goes first; then parts from the left become their beginnings, which
+ * A name in lines of so many pixels. ".weight" goes first; then parts from the left become their beginnings, which
  * still tell "attention.output.dense" from "output.dense": "a.output.dense".
  */
-function shortened(name, most, lines = 1) {
-  if (fits(name, most, lines)) return name;
+function shortened(name, width, lines = 1) {
+  if (fits(name, width, lines)) return name;
   const parts = name.replace(/(.)\.weight$/, "$1").split(".");
   for (const length of [4, 3, 1]) {
     for (let number = 0; number < parts.length; number += 1) {
-      if (fits(parts.join("."), most, lines)) return parts.join(".");
+      if (fits(parts.join("."), width, lines)) return parts.join(".");
       if (number < parts.length - 1) parts[number] = [...parts[number]].slice(0, length).join("");
     }
   }
-  return parts.join(".").slice(0, most * lines + 1); // the style puts an ellipsis where it still is too long
+  const last = parts.pop();
+  for (const length of [4, 3]) if (fits([...parts, last.slice(0, length)].join("."), width, lines)) return [...parts, last.slice(0, length)].join(".");
+  return [...parts, last].join(".").slice(0, Math.floor((width * lines) / CHARACTER) + 1); // the style puts an ellipsis where it still is too long
 }
 
 /** Whether a name fits into lines that are broken where nameText breaks them. */
-function fits(name, most, lines) {
-  let line = 0;
+function fits(name, width, lines) {
+  if (name.length > (width * lines) / NARROWEST_CHARACTER) return false;
+  let line = "";
   let used = 1;
-  for (const piece of name.slice(0, most * lines + 1).split(/(?<=[._/-])(?=[^\d\s])/)) {
-    if (line && line + piece.length > most) {
+  for (const piece of lines > 1 ? name.split(/(?<=[._/-])(?=[^\d\s])/) : [name]) {
+    if (line && pen.measureText(line + piece).width > width) {
       used += 1;
-      line = 0;
+      line = "";
     }
-    line += piece.length;
-    if (line > most) return false;
+    line += piece;
+    if (pen.measureText(line).width > width) return false;
   }
-  return used <= lines && name.length <= most * lines;
+  return used <= lines;
 }
 
 const shapeText = (shape) => shape.join(" × ") || "scalar";
