@@ -63,15 +63,20 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     listed = _listed(found.differing)
     labels, folds = _fold_layers(listed, grid)
     columns, same_in_all = _columns(listed)
+    model_a, model_b = map(describe_model, found.models)
+    models_differ = whole.merged is None and model_a != model_b
     return Page(
         kind="diff",
         title=printable((" + " if whole.merged else " → ").join(short_names(found.a, found.b))),
-        about=describe_model(found.models[1]),
+        about=() if models_differ else model_b,
         facts=_facts(whole),
         view={
             "kind": "adapter and its base" if whole.merged else "what differs",
             "measure": "|update| / |weight|" if whole.merged else "|b − a| / |a|",
-            "places": [("A", printable(whole.a)), ("B", printable(whole.b))],
+            "places": [
+                ("A", printable(whole.a), model_a if models_differ else ()),
+                ("B", printable(whole.b), model_b if models_differ else ()),
+            ],
             "sentences": [printable_value(text) for text in (headline(whole), zero_before(found)) if text],
             "kinds": [(kind, KIND_WORDS[kind], found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "columns": columns,

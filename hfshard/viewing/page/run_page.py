@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Final
 
 from hfshard._util.text import count_of, format_size, printable
@@ -121,6 +121,7 @@ def make_run_page(
         facts=_facts(listed, unchanged, best, is_store=is_store),
         view={
             "rows": rows,
+            "is_by_step": all(before.step < after.step for before, after in pairwise(rows)),
             "more": len(listed) - len(rows),
             "marks": [_Mark(bar, row) for bar, row in zip(bars, measured, strict=True)],
             "bar_labels": labels_of_bars([row.step for row in measured]),
