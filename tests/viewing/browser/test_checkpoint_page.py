@@ -228,7 +228,6 @@ def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: 
     page.locator("[role=option]").first.click()
     assert page.evaluate(CHOOSE_ALL) == 26
     for _ in range(3):
-        page.click("[data-colour=file]")
         page.locator("#treemap > button").last.click()
 
     assert page.evaluate("window.attacked") is None
