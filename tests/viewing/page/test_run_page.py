@@ -124,3 +124,11 @@ def test_a_sentence_says_which_step_is_the_best_and_by_what() -> None:
     assert sentence(100) == "Step 100 is the best: loss 1.5 is the highest of 3 checkpoints."
     assert sentence(None) == ""
     assert sentence(200, None) == ""
+
+
+def test_a_run_whose_saves_are_not_in_the_order_of_steps_is_not_said_to_be_sorted_by_them() -> None:
+    def is_by_step(*steps: int) -> bool:
+        return bool(make_run_page("/run", listed(*((step, 1.0) for step in steps)), {}).view["is_by_step"])
+
+    assert is_by_step(10, 20, 30)
+    assert not is_by_step(10, 30, 20)
