@@ -9,6 +9,7 @@ from hfshard.viewing.page.run_page import (
     Cell,
     Column,
     Reading,
+    aligned,
     bars_of,
     labels_of_bars,
     line_of,
@@ -132,3 +133,11 @@ def test_a_run_whose_saves_are_not_in_the_order_of_steps_is_not_said_to_be_sorte
 
     assert is_by_step(10, 20, 30)
     assert not is_by_step(10, 30, 20)
+
+
+def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
+    assert aligned([0.5, None, 1.03125, 12.0]) == ["0.50000", "", "1.03125", "12.00000"]
+    assert aligned([3.0, 120.0]) == ["3", "120"]
+    assert aligned([1e-9, 0.5]) == ["1e-09", "0.5"]
+    assert aligned([math.nan, 0.5]) == ["nan", "0.5"]
+    assert aligned([]) == []
