@@ -47,6 +47,8 @@ except ModuleNotFoundError as error:
 
 from hfshard._util.lazy_imports import lazy_exports
 from hfshard.constants import VERSION
+from hfshard.hub.card_drawer import CardDrawer as _CardDrawer
+from hfshard.hub.card_drawer import set_card_drawer as _set_card_drawer
 
 __version__ = VERSION
 
@@ -130,3 +132,13 @@ if TYPE_CHECKING:
     from hfshard.viewing.show import show_checkpoint as show_checkpoint
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
+
+
+def _card_drawer() -> _CardDrawer:
+    """Import what draws the card of a push. Pages are above pushes, and only this file is above every package."""
+    from hfshard.viewing.card import draw_card
+
+    return draw_card
+
+
+_set_card_drawer(_card_drawer)

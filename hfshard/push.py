@@ -77,6 +77,7 @@ def push_checkpoint(
         card_picture: Show the checkpoint in the repo's README.md, in the same commit: a picture of its modules, which
             an installed Chromium draws, and a table of parameters, dtype, files, sha256 of the index and signature.
             They are between two markers; the rest of the README.md is left as it is, and without one it is created.
+            A signed checkpoint is refused: `sign_checkpoint` puts the card in.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, FloatRect, sync_playwright
 
 import hfshard
 from hfshard.viewing.inspection import inspect_checkpoint
@@ -51,7 +51,7 @@ def make_page(directory: Path) -> str:
 
 
 def take(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> None:
-    """Take one picture, coloured by file."""
+    """Take one picture, coloured by file, down to the legend of the map."""
     context = browser.new_context(
         viewport={"width": 900, "height": 700}, device_scale_factor=1.5, color_scheme=theme, reduced_motion="reduce"
     )
@@ -59,7 +59,10 @@ def take(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> None:
     tab.goto(page.as_uri())
     tab.click("[data-colour=file]")
     tab.mouse.move(0, 0)
-    tab.screenshot(path=PICTURES / f"show-{theme}.png")
+    legend = tab.locator("#legend").bounding_box()
+    assert legend is not None
+    clip: FloatRect = {"x": 0, "y": 0, "width": 900, "height": legend["y"] + legend["height"] + 12}
+    tab.screenshot(path=PICTURES / f"show-{theme}.png", full_page=True, clip=clip)
     context.close()
 
 

@@ -398,6 +398,9 @@ def add_sign(commands: CommandGroup) -> None:
     )
     text = "full: also read the shards, and compare every byte before signing"
     add_choice(parser, "--verify", ("structure", "full"), "structure", text)
+    parser.add_argument(
+        "--card-picture", action="store_true", help="first show the checkpoint in README.md, as `hfshard push` does"
+    )
     add_format(parser)
     add_no_progress(parser)
 
@@ -414,6 +417,7 @@ def sign(arguments: argparse.Namespace) -> int:
         certificate_chain=arguments.certificate_chain,
         sigstore=_sigstore(arguments),
         verify=arguments.verify,
+        card_picture=arguments.card_picture,
         progress=arguments.progress,
     )
     if arguments.format == "json":

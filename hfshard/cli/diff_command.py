@@ -112,7 +112,7 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
         print_text("\n" + renames)
     print_text("\n" + (tensors_table(found) if lists_all else modules_table(found, columns)))
     has_shades = sys.stdout.isatty() and sys.stdout.encoding.lower().startswith("utf")
-    for drawn in heat_maps(found, HeatMapStyle(columns, has_shades, has_colors(sys.stdout))):
+    for drawn in heat_maps(found.merged or found, HeatMapStyle(columns, has_shades, has_colors(sys.stdout))):
         print_text("\n" + drawn)
 
 

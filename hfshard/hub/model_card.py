@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pkgutil import resolve_name
 from typing import Final, NamedTuple
 
 from hfshard.constants import README
-from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
 
 CARD_PICTURE: Final = "hfshard-card.png"
@@ -17,10 +14,6 @@ CARD_PICTURE: Final = "hfshard-card.png"
 BEGIN: Final = "<!-- hfshard:card -->"
 END: Final = "<!-- /hfshard:card -->"
 """The lines around what hfshard writes; everything else in the file is left as it is."""
-
-_DRAWING: Final = "hfshard.viewing.card:draw_card"
-"""What draws a card, by name, as plug-ins are: pages are above the layer of hubs, and a push without a card must not
-need them."""
 
 _FENCE: Final = re.compile(r" {0,3}(?:```|~~~)")
 _HEADING: Final = re.compile(r" {0,3}# ")
@@ -35,28 +28,13 @@ class DrawnCard(NamedTuple):
     """Markdown: the picture, by its file's name, and the table."""
 
 
-def draw_card(contents: Mapping[str, ByteSource], name: str) -> DrawnCard:
-    """Draw the card of the files of a push.
-
-    Args:
-        contents: Path in the repo -> contents; of weights, only headers are read.
-        name: The name of the repo, which the picture shows.
-
-    Raises:
-        BrowserError: There is no Chromium, or it failed.
-        DamagedCheckpointError: A file is damaged.
-    """
-    drawn: DrawnCard = resolve_name(_DRAWING)(contents, name)
-    return drawn
-
-
 def merge_card(old: bytes | None, text: str, title: str) -> bytes:
     """Replace what is between the markers of a README.md, or insert it with them below the title.
 
     Args:
         old: The README.md; None: it is created.
         text: The Markdown of a `DrawnCard`.
-        title: The heading of a file that is created; Markdown.
+        title: The heading of a file that is created: a name.
 
     Returns:
         The new file. Outside of the markers, its bytes are those of the old one.
@@ -66,7 +44,8 @@ def merge_card(old: bytes | None, text: str, title: str) -> bytes:
             outside of the metadata and of code.
     """
     if old is None:
-        return f"# {title}\n\n{BEGIN}\n{text}\n{END}\n".encode()
+        heading = re.sub(r"[^\w./-]", "-", title)
+        return f"# {heading}\n\n{BEGIN}\n{text}\n{END}\n".encode()
     try:
         readme = old.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -23,7 +23,8 @@ from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteC
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name
-from hfshard.hub.model_card import CARD_PICTURE, draw_card, merge_card
+from hfshard.hub.card_drawer import draw_card
+from hfshard.hub.model_card import CARD_PICTURE, merge_card
 from hfshard.hub.open_hub import open_hub
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
 from hfshard.stores.store import StoredSource
@@ -72,32 +73,28 @@ def _with_card(request: PushRequest, repo_id: str) -> PushRequest:
     """Add the picture of the checkpoint, and its part of the README.md that is pushed or already there.
 
     Raises:
+        InvalidArgumentError: The checkpoint is signed.
         Everything that `draw_card` and `merge_card` raise.
     """
+    if SIGNATURE_NAME in request.contents:
+        raise InvalidArgumentError(
+            f"'{SIGNATURE_NAME}' signs '{README}', which the card would change, so that verification would fail. "
+            "Nothing was pushed. Push without card_picture; to have a card, put it in when signing: sign_checkpoint("
+            "..., card_picture=True) or hfshard sign --card-picture."
+        )
     is_path = os.path.isabs(repo_id) or "://" in repo_id
     name = os.path.basename(repo_id.rstrip("/")) if is_path else repo_id
     card = draw_card(request.contents, name)
     contents = {**request.contents, CARD_PICTURE: BytesSource(card.picture)}
-    if SIGNATURE_NAME in contents:
-        logger.warning(
-            "The signature '%s' does not cover the card. Loads check what they read, and accept it; hfshard verify "
-            "--public-key will name '%s' and '%s'. To have them signed, pull '%s', sign it (hfshard sign DIR "
-            "--private-key KEY), and push it without a card.",
-            SIGNATURE_NAME,
-            README,
-            CARD_PICTURE,
-            repo_id,
-        )
     if README in contents:
         with contents[README].open() as reader:
-            contents[README] = BytesSource(merge_card(reader.read(), card.text, ""))
-    title = re.sub(r"[^\w./-]", "-", name)
+            contents[README] = BytesSource(merge_card(reader.read(), card.text, name))
 
     def make_card(read_old: Callable[[], bytes] | None) -> bytes | None:
         made = None if request.make_card is None else request.make_card(read_old)
         if made is None and read_old is not None:
             made = read_old()
-        return merge_card(made, card.text, title)
+        return merge_card(made, card.text, name)
 
     return replace(request, contents=contents, make_card=make_card)
 

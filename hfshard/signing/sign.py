@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,13 +15,16 @@ from hfshard._util.text import shorten_list
 from hfshard.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit.hub_marker import find_enclosing_hub
-from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
 from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_exists, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
+from hfshard.hub.card_drawer import draw_card
+from hfshard.hub.model_card import CARD_PICTURE, merge_card
 from hfshard.hub.push_files import detect_variants
 from hfshard.places.place import place_to_save
 from hfshard.shards.shard_file import SafetensorsFile
@@ -59,6 +63,7 @@ def sign_checkpoint(
     certificate_chain: Sequence[str | os.PathLike[str]] = (),
     sigstore: Mapping[str, Any] | None = None,
     verify: Verify = "structure",
+    card_picture: bool = False,
     progress: bool | None = None,
 ) -> SignResult:
     """Sign every file of a checkpoint's directory, in the format of OpenSSF Model Signing: `model.sig` next to them.
@@ -75,6 +80,7 @@ def sign_checkpoint(
         sigstore: In place of a key: keywords of model-signing's `use_sigstore_signer`, such as
             {"use_ambient_credentials": True}; {} asks in the browser.
         verify: "full" reads the shards too, and compares them with their checksums before they are signed.
+        card_picture: First show the checkpoint in the directory's README.md, as `push_checkpoint` does in a repo's.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
@@ -87,6 +93,7 @@ def sign_checkpoint(
         CheckpointNotFoundError: There is no such directory, or it has no weights.
         DamagedCheckpointError: The checkpoint is damaged; nothing was signed.
         DirectoryLockedError: A save there does not end.
+        BrowserError: With card_picture: there is no Chromium, or it failed; nothing was written.
 
     Example:
         hfshard.sign_checkpoint("out", private_key="key.pem")
@@ -105,13 +112,15 @@ def sign_checkpoint(
                 path=os.path.join(directory, links[0]),
             )
         recorded = _recorded(directory, listing.names, verify)
-        others = [name for name in listing.names if name not in recorded]
-        sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in listing.names}
-        read_bytes = sum(sizes[name] for name in others)
-        with byte_progress("Hashing", read_bytes, progress) as progress_callback:
-            hashed = hash_files(directory, others, progress_callback)
-        digests = recorded | {name: digest for name, (digest, _) in hashed.items()}
-        _write(directory, digests, listing.left_out, choose)
+        with _card_in(directory, listing.names) if card_picture else nullcontext():
+            listing = list_files(directory)
+            others = [name for name in listing.names if name not in recorded]
+            sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in listing.names}
+            read_bytes = sum(sizes[name] for name in others)
+            with byte_progress("Hashing", read_bytes, progress) as progress_callback:
+                hashed = hash_files(directory, others, progress_callback)
+            digests = recorded | {name: digest for name, (digest, _) in hashed.items()}
+            _write(directory, digests, listing.left_out, choose)
     target = os.path.join(directory, SIGNATURE_NAME)
     return SignResult(target, listing.names, read_bytes, sum(sizes[name] for name in recorded))
 
@@ -174,6 +183,29 @@ def _directory_to_sign(path: str | os.PathLike[str]) -> str:
     return directory
 
 
+@contextmanager
+def _card_in(directory: str, names: Sequence[str]) -> Iterator[None]:
+    """Write the card of a checkpoint, and its picture, as of a signed one; take them back if signing fails."""
+    contents: dict[str, ByteSource] = {name: file_source(os.path.join(directory, name)) for name in names}
+    card = draw_card({**contents, SIGNATURE_NAME: BytesSource(b"")}, os.path.basename(directory))
+    old: dict[str, bytes | None] = dict.fromkeys((CARD_PICTURE, README))
+    for name in old.keys() & contents.keys():
+        with contents[name].open() as reader:
+            old[name] = reader.read()
+    new = {CARD_PICTURE: card.picture, README: merge_card(old[README], card.text, os.path.basename(directory))}
+    try:
+        for name, raw in new.items():
+            _replace(directory, name, raw)
+        yield
+    except BaseException:
+        for name, before in old.items():
+            if before is None:
+                unlink_if_exists(os.path.join(directory, name))
+            else:
+                _replace(directory, name, before)
+        raise
+
+
 def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str, str]:
     """Check every checkpoint of a directory, and return the recorded sha256 of its shards, where there is one."""
     found_variants = detect_variants(name for name in names if "/" not in name)
@@ -217,7 +249,12 @@ def _write(directory: str, digests: Mapping[str, str], left_out: Sequence[str], 
         sign_digests(directory, made, digests, left_out, choose)
         with open(made, "rb") as file:
             raw = file.read()
-    target = os.path.join(directory, SIGNATURE_NAME)
+    _replace(directory, SIGNATURE_NAME, raw)
+
+
+def _replace(directory: str, name: str, raw: bytes) -> None:
+    """Write a file in one step."""
+    target = os.path.join(directory, name)
     beside = _new_signature(directory)
     try:
         write_file(beside, raw, like=os.stat(target) if os.path.isfile(target) else None)

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from hfshard._util.text import count_of
 from hfshard.viewing.module_tree import (
+    HEADS,
     LayerStack,
     common_length,
     fold_names,
@@ -21,11 +22,6 @@ from hfshard.viewing.module_tree import (
 )
 from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff
 
-_HEADS: Final = frozenset(
-    {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}
-    | {"output_projection", "qa_outputs", "score"}
-)
-"""Names that architectures use for the task-specific part."""
 _FEW: Final = 10
 """A tenth of all: if at most that many are unchanged, the sentence names those instead of the changed ones."""
 
@@ -39,6 +35,8 @@ def headline(found: CheckpointDiff) -> str:
     Returns:
         A sentence that contains names from the checkpoints, which must be escaped where it is shown.
     """
+    if found.merged is not None:
+        return _of_adapter(found, found.merged)
     by_kind: dict[DiffKind, list[TensorDiff]] = {}
     for tensor in found.tensors:
         by_kind.setdefault(tensor.kind, []).append(tensor)
@@ -55,6 +53,21 @@ def headline(found: CheckpointDiff) -> str:
         return f"The same {_tensors(len(found.tensors))} under other names: {_names_text(by_kind['renamed'])}."
     ending = _ending(by_kind, clauses)
     return f"{_capitalized('; '.join(clauses))}{ending}."
+
+
+def _of_adapter(found: CheckpointDiff, merged: CheckpointDiff) -> str:
+    """Say what an adapter changes in its base."""
+    base, adapter = ("A", "B") if merged.a == found.a else ("B", "A")
+    every = [tensor.name for tensor in merged.tensors if tensor.a is not None]
+    changed = {tensor.name for tensor in merged.differing if tensor.a is not None}
+    added = [tensor.name.removeprefix(PEFT_FRONT) for tensor in merged.differing if tensor.a is None]
+    text = f"{adapter} is an adapter (LoRA) that changes nothing of {base}"
+    if changed:
+        where = describe_tensors(changed, every)
+        text = (
+            f"{adapter} is an adapter (LoRA) that changes {where} of {base}: {len(changed):,} of {_tensors(len(every))}"
+        )
+    return f"{text}; and adds {_some(added)}." if added else f"{text}."
 
 
 def zero_before(found: CheckpointDiff) -> str:
@@ -185,7 +198,7 @@ def _files_text(found: CheckpointDiff) -> str:
 def _is_head(name: str) -> bool:
     """Return whether a tensor is in a head and in no layer."""
     parts = split_name(name)
-    return not _HEADS.isdisjoint(parts[:2]) and not any(map(is_number, parts[:2]))
+    return not HEADS.isdisjoint(parts[:2]) and not any(map(is_number, parts[:2]))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -354,7 +367,7 @@ def _in_others(chosen: set[str], others: Sequence[str]) -> str:
 
 _LORA = ".lora_"
 """The beginning of the name parts that PEFT adds to a module."""
-_FRONT = "base_model.model."
+PEFT_FRONT: Final = "base_model.model."
 """The prefix of all names of a model that PEFT wraps."""
 _SAVED = ".modules_to_save."
 """Follows the name of a module that is trained as a whole; an adapter-only file leaves it out."""
@@ -377,7 +390,7 @@ def describe_adapter(names: Collection[str], *, is_alone: bool) -> str | None:
         >>> describe_adapter(names, is_alone=True)
         'adapter (LoRA) for q, with head'
     """
-    adapted = {f"{name.removeprefix(_FRONT).split(_LORA)[0]}.weight" for name in names if _LORA in name}
+    adapted = {f"{name.removeprefix(PEFT_FRONT).split(_LORA)[0]}.weight" for name in names if _LORA in name}
     others = [name for name in names if _LORA not in name]
     if not adapted or not all(_is_trained_with(name, is_alone=is_alone) for name in others):
         return None
@@ -392,21 +405,21 @@ def is_wrapping(pairs: Iterable[tuple[str, str]]) -> bool:
     """Return whether PEFT's wrapping turns each first name into the second, and wraps a module for at least one."""
     wraps = False
     for plain, wrapped in pairs:
-        bare = wrapped.removeprefix(_FRONT)
+        bare = wrapped.removeprefix(PEFT_FRONT)
         for part in _WRAPPED:
             bare = f"{bare}.".replace(f"{part}.", ".").removesuffix(".")
         if bare != plain or bare == wrapped:
             return False
-        wraps = wraps or f"{_FRONT}{bare}" != wrapped
+        wraps = wraps or f"{PEFT_FRONT}{bare}" != wrapped
     return wraps
 
 
 def _is_trained_with(name: str, *, is_alone: bool) -> bool:
     if _SAVED in name:
         return True
-    return is_alone and name.startswith(_FRONT) and not any(f"{part}." in name for part in _WRAPPED)
+    return is_alone and name.startswith(PEFT_FRONT) and not any(f"{part}." in name for part in _WRAPPED)
 
 
 def _trained_name(name: str) -> str:
-    module, found, rest = name.removeprefix(_FRONT).partition(_SAVED)
+    module, found, rest = name.removeprefix(PEFT_FRONT).partition(_SAVED)
     return f"{module}.{rest.partition('.')[2]}" if found else module

@@ -21,9 +21,11 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_load
+from hfshard.viewing.adapter_merge import AdapterMerge, plan_merge
 from hfshard.viewing.diff_tensors import ComparedTensor, Side, TensorPair, pair_by_contents, pair_by_name, side_of
 from hfshard.viewing.diff_values import RoundingCheck, ValueMeasure, is_numeric_dtype
 from hfshard.viewing.inspection import OpenRequest, open_for_viewing, open_with_one_key
+from hfshard.viewing.model_summary import ModelSummary, read_model_summary
 from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
 from hfshard.viewing.tensor_values import ReadJob, do_jobs
 
@@ -115,7 +117,12 @@ def _diff_once(requests: Sequence[OpenRequest], options: DiffOptions, *, has_one
         else:
             viewed = [stack.enter_context(open_for_viewing(*one)) for one in requests]
         side_a, side_b = map(side_of, viewed)
-        return _Comparison(side_a, side_b, options, requests[0].options.progress).run()
+        model_a, model_b = (read_model_summary(one.checkpoint.folder, one.checkpoint.weights.name) for one in viewed)
+        comparison = _Comparison(side_a, side_b, options, requests[0].options.progress)
+        found = replace(comparison.run(), models=(model_a, model_b))
+        if options.values and (merged := comparison.merged(model_a, model_b)) is not None:
+            found = replace(found, merged=merged, read_bytes=comparison.read_bytes)
+        return found
 
 
 def diff_by_digests(a: Side, b: Side) -> CheckpointDiff | None:
@@ -179,6 +186,38 @@ class _Comparison:
             read_bytes=self.read_bytes,
             retied=named.retied,
         )
+
+    def merged(self, model_a: ModelSummary | None, model_b: ModelSummary | None) -> CheckpointDiff | None:
+        """Compare a base with itself and the adapter that the other side is; None if neither is one of the other.
+
+        Args:
+            model_a, model_b: What the two configs say.
+        """
+        sides = ((self.a, self.b, model_a, model_b), (self.b, self.a, model_b, model_a))
+        for base, adapter, model_of_base, model in sides:
+            plan = plan_merge(base, adapter, model)
+            if plan is not None:
+                found = self._merged(base, adapter, plan)
+                return replace(found, models=(model_of_base, model))
+        return None
+
+    def _merged(self, base: Side, adapter: Side, plan: AdapterMerge) -> CheckpointDiff:
+        jobs = [ReadJob((0, one.weight.position), one.nbytes, one.measure) for one in plan.updates]
+        measured = zip(plan.updates, self._done(jobs), strict=True)
+        read_before = self.read_bytes
+        self.read_bytes += sum(job.nbytes for job in jobs)
+        diffs = {
+            id(one.weight): TensorDiff(
+                "changed" if values.changed else "same", one.weight.facts, one.weight.facts, values
+            )
+            for one, values in measured
+        }
+        for pair, comparison in zip(plan.replaced, self._compared(plan.replaced), strict=True):
+            diffs[id(pair.a)] = _diff_of(pair, comparison)
+        every = [diffs.get(id(one), TensorDiff("same", one.facts, one.facts)) for one in base.tensors]
+        added = [TensorDiff("only_in_b", None, one.facts) for one in plan.added]
+        read_bytes = self.read_bytes - read_before
+        return CheckpointDiff(base.place, adapter.place, (*every, *added), base.ties, base.ties, read_bytes)
 
     def _compared(self, pairs: Sequence[TensorPair]) -> list[TensorComparison]:
         known = [known_comparison(pair, self.options) for pair in pairs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -24,6 +25,8 @@ _LONGEST: Final = 80
 _MOST: Final = 10**12
 """The largest number that is shown, far above any model's."""
 _TARGETS: Final = 4
+_OTHER_SCALES: Final = ("alpha_pattern", "rank_pattern", "use_dora", "fan_in_fan_out", "megatron_config")
+"""Keys of PEFT's LoraConfig with which the change of a weight is not B x A times one number."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ class ModelSummary:
     """The model that the adapter belongs to: a name on the Hub, or a path."""
     rank: int | None = None
     alpha: float | None = None
+    scale: float | None = None
+    """What the product of a LoRA's two factors is multiplied by; None if it is not one number, or not all of the
+    change (DoRA), or if weights are transposed."""
     targets: tuple[str, ...] = ()
     """The modules that the adapter changes."""
 
@@ -158,12 +164,17 @@ def summary_of_adapter(config: Mapping[str, Any]) -> ModelSummary:
     """Summarize PEFT's adapter_config.json."""
     targets = config.get("target_modules")
     listed = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
-    alpha = config.get("lora_alpha")
+    given = config.get("lora_alpha")
+    alpha = given if isinstance(given, int | float) and _is_shown(given) else None
+    method, rank = _text(config.get("peft_type")) or "PEFT", _number(config.get("r"))
+    has_one_scale = method == "LORA" and not any(config.get(key) for key in _OTHER_SCALES)
+    divisor = None if rank is None else math.sqrt(rank) if config.get("use_rslora") else rank
     return ModelSummary(
-        adapter=_text(config.get("peft_type")) or "PEFT",
+        adapter=method,
         base=_text(config.get("base_model_name_or_path")),
-        rank=_number(config.get("r")),
-        alpha=alpha if isinstance(alpha, int | float) and _is_shown(alpha) else None,
+        rank=rank,
+        alpha=alpha,
+        scale=None if alpha is None or divisor is None or not has_one_scale else alpha / divisor,
         targets=tuple(sorted(filter(None, map(_text, listed)))),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -329,6 +329,52 @@ def kinds_by_role(kinds: Iterable[str]) -> list[tuple[Role, tuple[str, ...]]]:
     for kind in sorted(kinds, key=_computing_order):
         found[_role(_words(kind))].append(kind)
     return [(role, tuple(members)) for role, members in found.items() if members]
+
+
+def parts_of_model(names: Collection[str]) -> dict[str, str]:
+    """Sort tensors into the parts of a model: embeddings, attention, MLP, norms, head, other.
+
+    Args:
+        names: FQNs. If one part of layers has them all, as of a LoRA adapter, they are sorted by a few modules.
+
+    Returns:
+        Name -> part, in the order in which a page lists the parts.
+
+    Example:
+        >>> parts_of_model(["h.0.q.weight", "h.1.q.weight", "wte.weight"])
+        {'wte.weight': 'embeddings', 'h.0.q.weight': 'attention', 'h.1.q.weight': 'attention'}
+    """
+    grid = layer_grid(names)
+    kind_of = {name: kind for stack in grid.stacks for (_, kind), members in stack.cells.items() for name in members}
+    parts: dict[str, str] = {name: _role(_words(kind)) for name, kind in kind_of.items()}
+    parts |= {name: _part_outside(name) for name in grid.others}
+    modules = {name: kind.split(".lora_")[0].removesuffix(".weight") for name, kind in kind_of.items()}
+    order = sorted(set(modules.values()), key=_computing_order)
+    if len(set(parts.values())) > 1 or grid.others or len(order) > _MOST_MODULES:
+        modules, order = parts, list(_PARTS)
+    return dict(sorted(modules.items(), key=lambda one: order.index(one[1])))
+
+
+_PARTS: Final = ("embeddings", *get_args(Role)[:-1], "head", "other")
+HEADS: Final = frozenset(
+    {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}
+    | {"output_projection", "qa_outputs", "score"}
+)
+"""Names that architectures use for the task-specific part."""
+_MOST_MODULES: Final = 9
+"""The most modules of a layer that are told apart: a page has as many colors."""
+_EMBEDDINGS: Final = ("emb", "tok", "wpe", "wte")
+"""How words in the names of embeddings begin."""
+
+
+def _part_outside(name: str) -> str:
+    """Return the part of a tensor outside the layers."""
+    words = _words(name)
+    if _role(words) == "norms":
+        return "norms"
+    if not HEADS.isdisjoint(split_name(name)):
+        return "head"
+    return "embeddings" if any(word.startswith(_EMBEDDINGS) for word in words) else "other"
 
 
 def _words(kind: str) -> set[str]:

@@ -255,6 +255,11 @@ class CheckpointDiff:
     retied: tuple[str, ...] = ()
     """Names that share a tensor with different names in a and b, or are tied in one and not in the other. Names that a
     transformers config ties by itself are not included if the other checkpoint does not have them."""
+    models: tuple[ModelSummary | None, ModelSummary | None] = (None, None)
+    """What the configs of a and b say."""
+    merged: CheckpointDiff | None = None
+    """With values, if one of them is a LoRA adapter of the other: what the base and the adapter are together (as b),
+    compared with the base alone (as a)."""
 
     @property
     def is_same(self) -> bool:
@@ -315,6 +320,7 @@ class CheckpointDiff:
                 }
                 for tensor in self.tensors
             ],
+            "merged": None if self.merged is None else self.merged.as_json(),
         }
 
 

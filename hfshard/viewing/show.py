@@ -149,8 +149,11 @@ def show_checkpoint(
 def _without_paths(found: CheckpointDiff) -> CheckpointDiff:
     """Name two folders of this machine by as much of their paths as tells them apart."""
     names = short_names(found.a, found.b)
-    a, b = (name if is_path(place) else place for name, place in zip(names, (found.a, found.b), strict=True))
-    return replace(found, a=a, b=b)
+    shown = {place: name if is_path(place) else place for name, place in zip(names, (found.a, found.b), strict=True)}
+    merged = found.merged
+    if merged is not None:
+        merged = replace(merged, a=shown[merged.a], b=shown[merged.b])
+    return replace(found, a=shown[found.a], b=shown[found.b], merged=merged)
 
 
 def _problem_without_path(problem: Problem, root: str) -> Problem:

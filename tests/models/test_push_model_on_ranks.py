@@ -21,6 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import hfshard
 from hfshard.errors import HfshardError
 from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.viewing.screenshot import find_chromium
 from tests.distributed.gloo import check_ranks
 from tests.hub.on_ranks import talking_to
 from tests.models.layouts import CONFIGS, forget_meshes, spread
@@ -141,6 +142,23 @@ def test_four_ranks_make_the_commit_of_one_process(place: Path) -> None:
     assert {path.read_text() for path in place.glob("*.txt")} == {(place / "one-0.txt").read_text()}
     assert len(list(place.glob("*.txt"))) == 5
     assert DirectoryHub.open(place / "four").resolve() == DirectoryHub.open(place / "one").resolve()
+
+
+def push_with_a_card(rank: int, place: Path) -> None:
+    begin(place)
+    pushed = model_of("llama_tied", place).push_to_hub(place / "hub", card_picture=True)
+    (place / f"{dist.get_world_size()}-{rank}.txt").write_text(pushed.commit)
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+def test_two_ranks_push_the_card_of_the_whole_model(place: Path) -> None:
+    check_ranks(place / "ranks-two", 2, push_with_a_card, place)
+
+    [commit] = {path.read_text() for path in place.glob("2-*.txt")}
+    files = Path(DirectoryHub.open(place / "hub").snapshot(commit))
+    assert (files / "hfshard-card.png").read_bytes().startswith(b"\x89PNG")
+    assert "\n| parameters | 17,664 |\n" in (files / "README.md").read_text()
+    assert not list((place / "temporary").iterdir())
 
 
 class Documented(hfshard.ShardedModelMixin, LlamaForCausalLM):

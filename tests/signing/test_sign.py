@@ -14,6 +14,7 @@ import torch
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, SignatureError
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.viewing.screenshot import find_chromium
 from tests.signing.conftest import Keys, write_pair
 from tests.signing.helpers import model_signing, payload_of
 
@@ -307,3 +308,35 @@ def test_a_run_of_signed_checkpoints_is_checked_with_their_signatures(tmp_path: 
     assert unsigned.signed_by is None
     assert len(unsigned.problems) == 1
     assert "checkpoint-00000002' has no signature" in unsigned.problems[0].message
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+def test_a_card_is_put_in_before_signing_and_verifies_after_a_push_and_a_pull(
+    checkpoint: Path, keys: Keys, tmp_path: Path
+) -> None:
+    (checkpoint / "config.json").write_text("{}")
+    result = hfshard.sign_checkpoint(checkpoint, private_key=keys.private, card_picture=True)
+
+    assert result.files[:3] == ("README.md", "config.json", "hfshard-card.png")
+    assert (checkpoint / "hfshard-card.png").read_bytes().startswith(b"\x89PNG")
+    readme = (checkpoint / "README.md").read_text()
+    assert readme.startswith("# Mine\n\n<!-- hfshard:card -->\n![Modules by bytes](hfshard-card.png)\n")
+    assert "\n| signature | model.sig |\n<!-- /hfshard:card -->\n" in readme
+    model_signing("verify", "key", checkpoint, "--public_key", keys.public)
+    hfshard.push_checkpoint(checkpoint, tmp_path / "hub" / "mine")
+    hfshard.pull_checkpoint(tmp_path / "hub" / "mine", tmp_path / "pulled")
+    report = hfshard.verify_checkpoint(tmp_path / "pulled", public_key=keys.public)
+    assert report.ok, report.problems
+    assert not (checkpoint / "model.sig.new").exists()
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+def test_a_card_is_taken_back_where_signing_fails(checkpoint: Path, tmp_path: Path) -> None:
+    private, _ = write_pair(tmp_path, "locked", b"secret")
+
+    with pytest.raises(SignatureError):
+        hfshard.sign_checkpoint(checkpoint, private_key=private, password="wrong", card_picture=True)
+
+    assert (checkpoint / "README.md").read_text() == "# Mine\n"
+    assert not (checkpoint / "hfshard-card.png").exists()
+    assert not (checkpoint / "model.sig").exists()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hfshard
-from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
+from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import collect_directory
 from hfshard.viewing.card import card_table, draw_card, plain_markdown
 from hfshard.viewing.inspection import inspect_checkpoint
@@ -81,22 +84,38 @@ def test_a_table_names_the_signature_and_counts_the_files(tmp_path: Path) -> Non
     assert f"| files | {count} files, {size / 1000:.1f} KB |" in table
 
 
-@needs_chromium
-def test_a_signature_that_does_not_cover_the_card_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_signed_checkpoint_is_refused_before_anything_is_drawn_or_pushed(tmp_path: Path) -> None:
     save(tmp_path / "out")
     (tmp_path / "out" / "model.sig").write_text("{}")
-    (tmp_path / "out" / "README.md").write_text("My words.\n")
 
-    pushed = hfshard.push_checkpoint(tmp_path / "out", tmp_path / "hub" / "mine", card_picture=True)
+    with pytest.raises(InvalidArgumentError, match="which the card would change"):
+        hfshard.push_checkpoint(tmp_path / "out", tmp_path / "hub" / "mine", card_picture=True)
 
-    [snapshot] = (tmp_path / "hub" / "mine").rglob(f"{pushed.commit}/README.md")
-    readme = snapshot.read_text()
-    assert readme.startswith("<!-- hfshard:card -->\n![Modules by bytes](hfshard-card.png)\n")
-    assert readme.endswith("| signature | model.sig |\n<!-- /hfshard:card -->\n\nMy words.\n")
-    assert (tmp_path / "out" / "README.md").read_text() == "My words.\n"  # what was pushed is not changed on disk
-    assert "The signature 'model.sig' does not cover the card." in caplog.text
+    assert not (tmp_path / "hub").exists()
+
+
+@needs_chromium
+def test_a_card_of_an_adapter_shows_the_adapter_and_not_the_base_beside_it(tmp_path: Path) -> None:
+    tensors = {
+        f"base_model.model.h.{layer}.q.lora_{side}.weight": torch.ones(2, 8) for layer in (0, 1) for side in "AB"
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 2, "target_modules": ["q"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    contents: dict[str, ByteSource] = {one.name: file_source(str(one)) for one in tmp_path.iterdir()}
+
+    card = draw_card(contents, "org/adapter")
+
+    assert struct.unpack(">II", card.picture[16:24]) == (1200, 630)
+    digest = hashlib.sha256((tmp_path / "adapter_model.safetensors").read_bytes()).hexdigest()
+    size = (tmp_path / "adapter_model.safetensors").stat().st_size
+    assert card.text.splitlines()[4:] == [
+        "| parameters | 64 |",
+        "| dtype | F32 |",
+        f"| files | 1 file, {size} B |",
+        f"| sha256 of adapter&#95;model.safetensors | {digest} |",
+        "| signature | none |",
+    ]
 
 
 def test_hostile_text_means_nothing_in_markdown() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
-from hfshard.viewing.module_tree import fold_names, fold_rows, number_ranges
+import pytest
+
+from hfshard.viewing.module_tree import fold_names, fold_rows, number_ranges, parts_of_model
 
 
 def rows(marks: dict[str, str], most: int = 30) -> list[tuple[str, dict[str, int]]]:
@@ -68,3 +70,31 @@ def test_many_names_and_deep_ones_take_linear_time() -> None:
 def test_ranges_of_numbers() -> None:
     assert number_ranges([3, 1, 2, 7, 9, 10]) == "1-3,7,9-10"
     assert number_ranges(range(0, 100, 2)) == "0,2,4,6,8,10,12,…"
+
+
+def test_tensors_are_sorted_into_the_parts_of_a_model() -> None:
+    layers = {"attn.q.weight": "attention", "mlp.up.weight": "MLP", "norm.weight": "norms", "scale": "other"}
+    parts = {f"h.{layer}.{kind}": part for layer in (0, 1) for kind, part in layers.items()}
+    parts |= {"wte.weight": "embeddings", "embed_tokens.weight": "embeddings", "ln_f.weight": "norms"}
+    parts |= {"lm_head.weight": "head", "pooler.dense.weight": "other"}
+
+    found = parts_of_model(list(parts))
+
+    assert found == parts
+    assert list(dict.fromkeys(found.values())) == ["embeddings", "attention", "MLP", "norms", "head", "other"]
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        (
+            [f"h.{layer}.attn.{one}.lora_{side}.weight" for layer in (0, 1) for one in "vq" for side in "AB"],
+            ["attn.q", "attn.v"],
+        ),
+        ([f"h.{layer}.attn.{one}.weight" for layer in (0, 1) for one in "abcdefghij"], ["attention"]),  # too many
+        (["x.weight", "y.weight"], ["other"]),
+        ([], []),
+    ],
+)
+def test_one_part_is_sorted_by_a_few_modules(names: list[str], parts: list[str]) -> None:
+    assert list(dict.fromkeys(parts_of_model(names).values())) == parts

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, split_name
-from hfshard.viewing.page.page import NO_NAME, Fact, Page, is_path, name_of, printable_value
+from hfshard.viewing.describe import abbreviate_name
+from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, parts_of_model, split_name
+from hfshard.viewing.page.page import NO_NAME, Fact, Page, describe_model, is_path, name_of, printable_value, share_text
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part, PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
@@ -74,7 +75,7 @@ def make_checkpoint_page(
         kind="checkpoint",
         title=name_of(found.place),
         place="" if is_path(found.place) else printable(found.place),
-        about=_about(found),
+        about=describe_model(found.model),
         facts=(*_facts(found), *([] if measured is None else values_facts(measured))),
         view={
             "kind": "checkpoint" if found.model is None or found.model.adapter is None else "adapter",
@@ -100,15 +101,6 @@ def make_checkpoint_page(
         },
         data=_data(found, tree) | ({} if measured is None else {"values": values_data(measured, tree)}),
     )
-
-
-def _about(found: Inspection) -> tuple[str, ...]:
-    """Say what it is; a base in a folder of this machine by its name."""
-    if found.model is None:
-        return ()
-    base = found.model.base
-    shown = found.model if base is None or not is_path(base) else replace(found.model, base=name_of(base))
-    return tuple(map(printable, shown.describe()))
 
 
 def _facts(found: Inspection) -> tuple[Fact, ...]:
@@ -140,14 +132,18 @@ def _mixture(found: Inspection) -> str:
 
 def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
     """Build columns with an entry for each node of the tree, and tables of the values that recur."""
-    kinds: dict[tuple[str, tuple[int, ...], int], int] = {}
+    kinds: dict[tuple[str, tuple[int, ...], int, int], int] = {}
+    part_of = parts_of_model([tensor.name for tensor in found.tensors])
+    parts = {part: number for number, part in enumerate(dict.fromkeys(part_of.values()))}
     dtypes = {row.dtype: number for number, row in enumerate(found.dtypes)}
     files = {file.name: number for number, file in enumerate(found.files) if file.tensors is not None}
     kind_of = [0] * len(tree.label)
     file_of = [0] * len(tree.label)
     for tensor in found.tensors:
         node = tree.node_of[tensor.name]
-        kind_of[node] = kinds.setdefault((tensor.dtype, tensor.shape, tensor.nbytes), len(kinds)) + 1
+        kind_of[node] = (
+            kinds.setdefault((tensor.dtype, tensor.shape, tensor.nbytes, parts[part_of[tensor.name]]), len(kinds)) + 1
+        )
         file_of[node] = files[tensor.file] + 1
     return {
         "labels": coded_labels(tree.labels),
@@ -155,7 +151,8 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
         "depth": tree.depth,
         "kind": kind_of,
         "file": file_of,
-        "kinds": [[dtypes[dtype], shape, nbytes] for dtype, shape, nbytes in kinds],
+        "kinds": [[dtypes[dtype], shape, nbytes, part] for dtype, shape, nbytes, part in kinds],
+        "parts": [abbreviate_name(printable(part)) for part in parts],
         "dtypes": list(map(printable, dtypes)),
         "files": [printable(file.name) for file in found.files],
         "ties": [[tree.node_of[name], tree.node_of[stored]] for name, stored in found.tied_names.items()],
@@ -311,7 +308,7 @@ class ModuleValues:
     """The 2-norm of all its numbers; None if it overflows."""
     norm_percent: float
     """Percentage of the largest norm of a module."""
-    zero_percent: float
+    zeros: int
     minimum: float | None
     maximum: float | None
     dead_rows: int
@@ -358,7 +355,7 @@ def _module_values(name: str, tensors: Sequence[ValueSummary]) -> ModuleValues:
         elements=elements,
         norm=math.hypot(*known) if len(known) == len(norms) else None,
         norm_percent=0.0,
-        zero_percent=_percent(sum(one.zeros for one in tensors), elements),
+        zeros=sum(one.zeros for one in tensors),
         minimum=min((one.minimum for one in tensors if one.minimum is not None), default=None),
         maximum=max((one.maximum for one in tensors if one.maximum is not None), default=None),
         dead_rows=sum(one.dead_rows for one in tensors),
@@ -398,7 +395,7 @@ def values_facts(measured: MeasuredValues) -> list[Fact]:
     elements = sum(one.elements for one in measured.tensors.values())
     dead = sum(one.dead_rows for one in measured.tensors.values())
     return [
-        Fact("zeros", f"{_percent(zeros, elements):.3g} %", f"{count_of(dead, 'row')} of zeros" if dead else ""),
+        Fact("zeros", share_text(zeros, elements), f"{count_of(dead, 'row')} of zeros" if dead else ""),
         Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note),
     ]
 

@@ -19,7 +19,7 @@ from hfshard.viewing.module_tree import (
     split_name,
     without_numbers,
 )
-from hfshard.viewing.page.page import Fact, Page, printable_value
+from hfshard.viewing.page.page import Fact, Page, describe_model, printable_value, share_text
 from hfshard.viewing.results import FROM_ZERO, KIND_WORDS, CheckpointDiff, DiffKind, NormScale, TensorDiff, ValueDiff
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
@@ -49,7 +49,9 @@ _SHADES: Final = 9
 
 
 def make_diff_page(found: CheckpointDiff) -> Page:
-    """Build the page of a `diff_checkpoints` result; b is shown, compared with a."""
+    """Build the page of a `diff_checkpoints` result: b compared with a; or what an adapter changes in its base."""
+    whole = found
+    found = found.merged or found
     by_name: dict[str, list[TensorDiff]] = {}
     for tensor in found.tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
@@ -61,13 +63,23 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     listed = _listed(found.differing)
     labels, folds = _fold_layers(listed, grid)
     columns, same_in_all = _columns(listed)
+    model_a, model_b = map(describe_model, found.models)
+    models_differ = whole.merged is None and model_a != model_b
     return Page(
         kind="diff",
-        title=printable(" → ".join(short_names(found.a, found.b))),
-        facts=_facts(found),
+        title=printable((" + " if whole.merged else " → ").join(short_names(found.a, found.b))),
+        about=() if models_differ else model_b,
+        facts=_facts(whole),
         view={
-            "places": [("A", printable(found.a)), ("B", printable(found.b))],
-            "sentences": [printable_value(text) for text in (headline(found), zero_before(found)) if text],
+            "kind": "adapter and its base" if whole.merged else "what differs",
+            "measure": "|update| / |weight|" if whole.merged else "|b − a| / |a|",
+            "places": [
+                ("A", printable(whole.a), model_a if models_differ else ()),
+                ("B", printable(whole.b), model_b if models_differ else ()),
+            ],
+            "sentences": [
+                printable_value(text) for text in (headline(whole), zero_before(found), _hint(found)) if text
+            ],
             "kinds": [(kind, KIND_WORDS[kind], found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "columns": columns,
             "same_in_all": same_in_all,
@@ -91,25 +103,50 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     )
 
 
-def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
+def _hint(found: CheckpointDiff) -> str:
+    """Say how to see what an adapter changes in its base; "" where nothing more can be seen."""
+    adapters = [model for model in found.models if model is not None and model.scale is not None]
+    is_whole = found.has_values or "same" in found.counts or "changed" in found.counts
+    return (
+        "" if is_whole or len(adapters) != 1 else "With --values, this page shows what the adapter changes in its base."
+    )
+
+
+def _facts(whole: CheckpointDiff) -> tuple[Fact, ...]:
+    found = whole.merged or whole
     counts = found.counts
     facts = [Fact("tensors", f"{len(found.tensors):,}", f"{counts.get('same', 0):,} are the same")]
+    if whole.merged is not None:
+        facts.insert(0, _adapter_fact(whole, whole.merged))
     for kind in reversed(_KINDS[1:]):
         if kind in counts:
-            facts.append(Fact(KIND_WORDS[kind], f"{counts[kind]:,}", _share_of_b(found) if kind == "changed" else ""))
+            note = (
+                f"{_share_of_b(found)} of {'the base' if whole.merged else 'B'}'s parameters"
+                if kind == "changed"
+                else ""
+            )
+            facts.append(Fact(KIND_WORDS[kind], f"{counts[kind]:,}", note))
     measured = [(tensor.values.relative_norm, tensor.name) for tensor in found.tensors if tensor.values is not None]
     finite = [(norm, name) for norm, name in measured if math.isfinite(norm)]
     if finite:
         norm, name = max(finite, key=lambda one: one[0])
         facts.append(Fact("largest change", f"{norm:.3g}", f"relative norm of {printable_value(name)[:200]}"))
-    note = "" if found.read_bytes else "the digests sufficed"
-    return (*facts, Fact("read to compare", format_size(found.read_bytes), note))
+    note = "" if whole.read_bytes else "the digests sufficed"
+    return (*facts, Fact("read to compare", format_size(whole.read_bytes), note))
+
+
+def _adapter_fact(whole: CheckpointDiff, merged: CheckpointDiff) -> Fact:
+    """Count an adapter's own parameters."""
+    sides = [[getattr(tensor, side) for tensor in whole.tensors] for side in ("a", "b")]
+    in_a, in_b = (sum(facts.parameters for facts in side if facts is not None) for side in sides)
+    base, adapter = (in_a, in_b) if merged.a == whole.a else (in_b, in_a)
+    return Fact("adapter's parameters", f"{adapter:,}", f"{share_text(adapter, base)} of the base's")
 
 
 def _share_of_b(found: CheckpointDiff) -> str:
     in_b = [(tensor.kind, tensor.b.parameters) for tensor in found.tensors if tensor.b is not None]
     changed = sum(parameters for kind, parameters in in_b if kind == "changed")
-    return f"{_percent(changed, sum(parameters for _, parameters in in_b))} of B's parameters"
+    return share_text(changed, sum(parameters for _, parameters in in_b))
 
 
 # The heat maps: stacks of layers as columns of layers and rows of kinds.
@@ -275,11 +312,6 @@ def _turn(tensor: TensorDiff) -> float | str | None:
     return _number(round(tensor.values.cosine_distance, 6 if is_small else 12))
 
 
-def _percent(part: int, whole: int) -> str:
-    percent = 100 * part / whole if whole else 0.0
-    return "under 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
-
-
 def _number(value: float) -> float | str:
     """Round a number to the digits that are shown; a string if JSON cannot represent it."""
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
@@ -308,7 +340,7 @@ _COLUMNS: Final = (
         "share",
         "elements changed",
         True,
-        _of_values(lambda values: f"{_percent(values.changed, values.elements)} of elements changed"),
+        _of_values(lambda values: f"{share_text(values.changed, values.elements)} of elements changed"),
     ),
     Column("kind", "kind", False, lambda tensor: KIND_WORDS[tensor.kind]),
     Column("dtype", "dtype", False, _dtypes),

@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final, Literal
@@ -23,6 +23,7 @@ from hfshard.constants import VERSION
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.errors import InvalidPathError, escaped
 from hfshard.training.run.manifest import CHECKPOINT
+from hfshard.viewing.model_summary import ModelSummary
 from hfshard.viewing.screenshot import PNG_BEGINNING
 
 PageKind = Literal["checkpoint", "run", "diff"]
@@ -84,6 +85,20 @@ def name_of(place: str) -> str:
 def is_path(place: str) -> bool:
     """Return whether a place is a path of this machine, which a page that is shared does not show."""
     return place.startswith("/")
+
+
+def describe_model(model: ModelSummary | None) -> tuple[str, ...]:
+    """Say what a model or an adapter is, in a few words each; a base in a folder of this machine by its name."""
+    if model is None:
+        return ()
+    shown = model if model.base is None or not is_path(model.base) else replace(model, base=name_of(model.base))
+    return tuple(map(printable, shown.describe()))
+
+
+def share_text(part: int, whole: int) -> str:
+    """Format a share as a percentage."""
+    percent = 100 * part / whole if whole else 0.0
+    return "under 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
 
 
 def printable_value(value: Any) -> str:
@@ -160,6 +175,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["size"] = format_size
     environment.filters["count"] = "{:,}".format
     environment.filters["pieces"] = _pieces
+    environment.filters["share"] = share_text
     return environment
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Final
 
-from hfshard._util.text import format_size, printable
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.viewing.page.page import Fact, Page, is_path, name_of, printable_value
 from hfshard.viewing.run_listing import ListedCheckpoint, Part, metrics_text
 
@@ -120,6 +121,7 @@ def make_run_page(
         facts=_facts(listed, unchanged, best, is_store=is_store),
         view={
             "rows": rows,
+            "is_by_step": all(before.step < after.step for before, after in pairwise(rows)),
             "more": len(listed) - len(rows),
             "marks": [_Mark(bar, row) for bar, row in zip(bars, measured, strict=True)],
             "bar_labels": labels_of_bars([row.step for row in measured]),
@@ -128,16 +130,34 @@ def make_run_page(
             "has_log": any(line.log is not None for line in lines[:_MOST_METRICS]),
             "more_lines": max(0, len(lines) - _MOST_METRICS),
             "best_row": best_row,
+            "sentence": _best_sentence(listed, best),
             "columns": [column for column in columns if column.constant is None and any(c.text for c in column.cells)],
             "constants": [(column.head, column.constant) for column in columns if column.constant is not None],
             "lists_metrics": bool(names) and not has_columns,
             "lists_changes": changes is not None,
-            "changed": [row for row in rows if row.change is not None],
+            "changed": _alike([row for row in rows if row.change is not None]),
+            "unknown_changes": sum(row.change is None for row in rows[1:]),
             "height": HEIGHT,
             "bar_height": BAR_HEIGHT,
             "linked_word": linked_word,
         },
     )
+
+
+def _best_sentence(listed: Sequence[ListedCheckpoint], best: str | None) -> str:
+    """Say which step is the best and by what; "" if none is."""
+    found = next((one for one in listed if one.is_best), None)
+    if best is None or found is None:
+        return ""
+    values = [value for one in listed if math.isfinite(value := one.metrics.get(best, math.nan))]
+    extreme = "lowest" if found.metrics[best] == min(values) else "highest"
+    shown = printable_value(metrics_text({best: found.metrics[best]}))
+    return f"Step {found.step:,} is the best: {shown} is the {extreme} of {count_of(len(values), 'checkpoint')}."
+
+
+def _alike(changed: Sequence[_Row]) -> list[list[_Row]]:
+    """Join neighbors in which the same changed."""
+    return [list(group) for _, group in groupby(changed, lambda row: row.change and row.change.sentence)]
 
 
 def _facts(
@@ -193,8 +213,20 @@ def _row(number: int, one: ListedCheckpoint, linked: int | None, changes: Mappin
 def _metric_columns(latest: Sequence[ListedCheckpoint], names: Sequence[str]) -> Iterator[Column]:
     for name in names:
         values = [one.metrics.get(name) for one in latest]
-        cells = (Cell("") if value is None else Cell(f"{value:.6g}", value) for value in values)
+        cells = (
+            Cell(text, "" if value is None else value) for text, value in zip(aligned(values), values, strict=True)
+        )
         yield Column(printable(name), tuple(cells))
+
+
+def aligned(values: Sequence[float | None]) -> list[str]:
+    """Write numbers with as many decimals as one of them needs for six digits; without, if one has an exponent."""
+    texts = ["" if value is None else f"{value:.6g}" for value in values]
+    known = [value for value in values if value is not None]
+    if not all(map(math.isfinite, known)) or any("e" in text for text in texts):
+        return texts
+    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
+    return ["" if value is None else f"{value:.{decimals}f}" for value in values]
 
 
 def _byte_columns(latest: Sequence[ListedCheckpoint], rows: Sequence[_Row], linked_word: str) -> Iterator[Column]:

@@ -115,7 +115,7 @@ def test_values_shade_the_grid_by_what_it_shows(browser_page: Page, values_file:
 
 def test_a_cell_prints_its_value_under_the_mouse_and_with_the_focus(browser_page: Page, values_file: Path) -> None:
     browser_page.goto(values_file.as_uri())
-    pointer = browser_page.locator("#pointer")
+    pointer = browser_page.locator("#tip")
 
     browser_page.locator("td.s9").hover()
     assert pointer.inner_text() == "h.6.attn.q.weight\nchanged · relative norm 0.100"

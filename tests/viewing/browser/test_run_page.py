@@ -106,7 +106,12 @@ def test_steps_lead_to_what_changed_since_the_one_before(browser_page: Page, tmp
     ]
     links.nth(1).focus()
     browser_page.keyboard.press("Enter")
-    assert browser_page.locator(".changes > :target dd").inner_text() == "Only layer 1 of 2 changed: 2 of 4 tensors."
+    found = browser_page.locator(".changes > div:has(:target)")
+    assert found.inner_text().splitlines() == [
+        "steps 50 to 70",
+        "Only layer 1 of 2 changed: 2 of 4 tensors. each time",
+    ]
+    assert browser_page.locator(".changes > div").count() == 4
 
 
 def test_nothing_sticks_out(browser_page: Page, page_file: Path) -> None:

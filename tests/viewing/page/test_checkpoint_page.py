@@ -100,7 +100,8 @@ def test_data_is_a_tree_in_columns(small: str) -> None:
     assert [data["labels"][label] for label in data["label"][:4]] == ["", "lm_head.weight", "model", "embed.weight"]
     nodes = len(data["label"])
     assert {len(data[column]) for column in ("label", "depth", "kind", "file")} == {nodes}
-    assert data["kinds"] == [[0, [100, 100], 40_000], [0, [20, 30], 2_400], [1, [35, 40], 2_800]]
+    assert data["parts"] == ["embeddings", "attention", "MLP"]
+    assert data["kinds"] == [[0, [100, 100], 40_000, 0], [0, [20, 30], 2_400, 1], [1, [35, 40], 2_800, 2]]
     assert data["dtypes"] == ["F32", "BF16"]
     assert [data["file"].count(number) for number in range(3)] == [nodes - 25, 1, 24]
     ((tied, stored),) = data["ties"]
@@ -239,9 +240,9 @@ def test_values_are_shown_by_layer_and_what_is_odd_is_said() -> None:
     overview = values_overview(measured)
 
     assert overview["rows"] == [
-        ModuleValues("embed", 100, 12.0, 100.0, 0.0, -1.0, 1.5, 0, 0, 0),
-        ModuleValues("h.0", 40, 5.0, 41.67, 37.5, -7.0, 2.0, 2, 1, 0),
-        ModuleValues("h.1", 80, None, 0.0, 50.0, -1.0, 1.0, 4, 0, 0),
+        ModuleValues("embed", 100, 12.0, 100.0, 0, -1.0, 1.5, 0, 0, 0),
+        ModuleValues("h.0", 40, 5.0, 41.67, 15, -7.0, 2.0, 2, 1, 0),
+        ModuleValues("h.1", 80, None, 0.0, 40, -1.0, 1.0, 4, 0, 0),
     ]
     assert overview["sentences"] == [
         "NaN or infinite numbers in h.0.down.weight.",
@@ -249,7 +250,7 @@ def test_values_are_shown_by_layer_and_what_is_odd_is_said() -> None:
         "2 rows of zeros in h.0.up.weight.",
     ]
     assert [(fact.label, fact.value, fact.note) for fact in values_facts(measured)] == [
-        ("zeros", "25 %", "6 rows of zeros"),
+        ("zeros", "25.0 %", "6 rows of zeros"),
         ("NaN, inf", "1, 0", "in 1 tensor"),
     ]
 

@@ -9,11 +9,13 @@ from hfshard.viewing.page.run_page import (
     Cell,
     Column,
     Reading,
+    aligned,
     bars_of,
     labels_of_bars,
     line_of,
     linear_ticks,
     log_ticks,
+    make_run_page,
 )
 from hfshard.viewing.run_listing import ListedCheckpoint
 
@@ -110,3 +112,32 @@ def test_a_column_that_says_the_same_in_every_row_is_constant() -> None:
     assert Column("size", (Cell("1 KB"), Cell(""), Cell("1 KB"))).constant == "1 KB"
     assert Column("size", (Cell("1 KB"), Cell("2 KB"))).constant is None
     assert Column("size", (Cell("1 KB"), Cell(""))).constant is None  # a single one says nothing about others
+
+
+def test_a_sentence_says_which_step_is_the_best_and_by_what() -> None:
+    values = ((100, 1.5), (200, 0.25), (300, math.nan), (400, 0.5))
+
+    def sentence(best: int | None, metric: str | None = "loss") -> str:
+        page = make_run_page("/run", listed(*values, best=best, latest=400), {}, best=metric)
+        return str(page.view["sentence"])
+
+    assert sentence(200) == "Step 200 is the best: loss 0.25 is the lowest of 3 checkpoints."
+    assert sentence(100) == "Step 100 is the best: loss 1.5 is the highest of 3 checkpoints."
+    assert sentence(None) == ""
+    assert sentence(200, None) == ""
+
+
+def test_a_run_whose_saves_are_not_in_the_order_of_steps_is_not_said_to_be_sorted_by_them() -> None:
+    def is_by_step(*steps: int) -> bool:
+        return bool(make_run_page("/run", listed(*((step, 1.0) for step in steps)), {}).view["is_by_step"])
+
+    assert is_by_step(10, 20, 30)
+    assert not is_by_step(10, 30, 20)
+
+
+def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
+    assert aligned([0.5, None, 1.03125, 12.0]) == ["0.50000", "", "1.03125", "12.00000"]
+    assert aligned([3.0, 120.0]) == ["3", "120"]
+    assert aligned([1e-9, 0.5]) == ["1e-09", "0.5"]
+    assert aligned([math.nan, 0.5]) == ["nan", "0.5"]
+    assert aligned([]) == []

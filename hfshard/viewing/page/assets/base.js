@@ -33,6 +33,25 @@ function formatShare(part, whole) {
   return percent > 0 && percent < 0.1 ? "under 0.1 %" : `${percent.toFixed(1)} %`;
 }
 
+const tip = make("div", "");
+tip.id = "tip";
+tip.hidden = true;
+document.body.append(tip);
+
+/** Show a name and facts at a box of the window: above it, or below it where there is no room; without a box, nothing. */
+function showTip(box, name, facts) {
+  tip.hidden = !box;
+  if (!box) return;
+  tip.replaceChildren(make("span", "name", ...nameText(name)), facts);
+  placeTip(box);
+}
+
+function placeTip(box) {
+  const left = Math.min(box.left + (box.width - tip.offsetWidth) / 2, document.documentElement.clientWidth - tip.offsetWidth - 8);
+  const top = box.top - tip.offsetHeight - 6;
+  Object.assign(tip.style, { left: `${Math.max(8, left)}px`, top: `${top < 0 ? box.bottom + 6 : top}px` });
+}
+
 /** Tell users of a screen reader. */
 function announce(text) {
   byId("announcer").textContent = text;

@@ -15,14 +15,17 @@ function paintBy(column) {
 }
 
 makeSearch(tree, revealNode);
-for (const element of document.querySelectorAll(tree.dtypes.length > 1 || tree.files.length > 1 ? ".search, .colours" : ".search")) element.hidden = false;
+document.querySelector(".search").hidden = false;
+const columns = Object.keys(tree.colours).filter((column) => tree.sharesOf(0, column).size > 1); // one colour says nothing
+document.querySelector(".colours").hidden = columns.length < 2;
 for (const button of document.querySelectorAll("[data-colour]")) {
-  button.addEventListener("click", () => paintBy(button.dataset.colour));
+  if (columns.includes(button.dataset.colour)) button.addEventListener("click", () => paintBy(button.dataset.colour));
+  else button.remove();
 }
 for (const place of document.querySelectorAll("[data-node]")) {
   const link = make("button", "link", ...nameText(place.textContent));
   link.addEventListener("click", () => revealNode(Number(place.dataset.node)));
   place.replaceChildren(link);
 }
-paintBy(tree.dtypes.length > 1 ? "dtype" : "file"); // one colour says nothing
+paintBy(columns[0] ?? "dtype");
 treemap.go({ node: 0, from: 0 });

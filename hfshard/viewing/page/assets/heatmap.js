@@ -4,21 +4,9 @@ const MOST_WIDE = 24; // layers that all have their number; of more, some have
 const MOST_NARROW = 9; // the same on a narrow screen
 const SIDES = { "-1": "below the scale", 1: "above the scale" };
 
-const pointer = make("div", ""); // at the cell under the mouse or with the focus, which follows it when the page is scrolled
-pointer.id = "pointer";
-pointer.hidden = true;
-document.body.append(pointer);
-let pointedCell = null;
+let pointedCell = null; // with the tip, which follows it when the page is scrolled
 
-function placePointer() {
-  if (!pointedCell) return;
-  const box = pointedCell.getBoundingClientRect();
-  const left = Math.min(box.left + (box.width - pointer.offsetWidth) / 2, document.documentElement.clientWidth - pointer.offsetWidth - 8);
-  const top = box.top - pointer.offsetHeight - 6;
-  Object.assign(pointer.style, { left: `${Math.max(8, left)}px`, top: `${top < 0 ? box.bottom + 6 : top}px` });
-}
-
-addEventListener("scroll", placePointer, { passive: true, capture: true });
+addEventListener("scroll", () => pointedCell && placeTip(pointedCell.getBoundingClientRect()), { passive: true, capture: true });
 
 /** What a cell says: the kind of its tensors' differences, by how much, and how many of them differ. */
 function cellFacts(stack, row, column) {
@@ -101,11 +89,9 @@ function drawStack(stack, onChoose) {
   const nameOf = ([row, column]) => [stack.name, stack.layers[column], stack.kinds[row]].filter((part) => part !== "").join(".");
   const point = (cell) => {
     pointedCell = cell;
-    pointer.hidden = !cell;
-    if (!cell) return;
-    const [row, column] = placeOf(cell);
-    pointer.replaceChildren(make("span", "name", ...nameText(nameOf([row, column]))), cellFacts(stack, row, column).join(" · "));
-    placePointer();
+    if (!cell) return showTip(null);
+    const at = placeOf(cell);
+    showTip(cell.getBoundingClientRect(), nameOf(at), cellFacts(stack, ...at).join(" · "));
   };
   const onKey = (event) => {
     const cell = cellAt(event);

@@ -14,7 +14,7 @@ function decodeLabels(coded) {
 }
 
 /** Add up the columns of the page's data. */
-function makeTree({ labels: coded, label, depth, kind, file, kinds, dtypes, files, ties }) {
+function makeTree({ labels: coded, label, depth, kind, file, kinds, dtypes, files, parts, ties }) {
   const labels = decodeLabels(coded);
   const count = label.length;
   const parent = new Int32Array(count).fill(-1);
@@ -59,6 +59,8 @@ function makeTree({ labels: coded, label, depth, kind, file, kinds, dtypes, file
   const nameOf = (node) => names[node] || labelOf(node);
   const kindOf = (item) => kinds[kind[nodeOf(item)] - 1];
 
+  const keyOf = { dtype: (node) => kinds[kind[node] - 1][0], file: (node) => file[node] - 1, part: (node) => kinds[kind[node] - 1][3] };
+
   /** What lies directly in a node and has bytes, the largest first; equals in natural order. */
   function itemsIn(node) {
     const items = kind[node] && ownBytes[node] ? [~node] : [];
@@ -66,20 +68,20 @@ function makeTree({ labels: coded, label, depth, kind, file, kinds, dtypes, file
     return items.sort((one, other) => bytesOf(other) - bytesOf(one));
   }
 
-  /** Bytes of an item by dtype or by file: a Map of numbers. */
+  /** Bytes of an item by dtype, file or part of the model: a Map of numbers. */
   function sharesOf(item, column) {
     const shares = new Map();
     const first = nodeOf(item);
     for (let node = first; node < (item < 0 ? first + 1 : end[first]); node += 1) {
       if (!kind[node]) continue;
-      const key = column === "dtype" ? kinds[kind[node] - 1][0] : file[node] - 1;
+      const key = keyOf[column](node);
       shares.set(key, (shares.get(key) ?? 0) + ownBytes[node]);
     }
     return shares;
   }
 
   return {
-    count, parent, names, dtypes, files, storedAs, tiedTo,
+    count, parent, names, dtypes, files, storedAs, tiedTo, colours: { dtype: dtypes, file: files, part: parts },
     nodeOf, isLeaf, bytesOf, labelOf, nameOf, nameBelow, kindOf, itemsIn, sharesOf,
     isTensor: (node) => kind[node] > 0,
     fileOf: (item) => files[file[nodeOf(item)] - 1],

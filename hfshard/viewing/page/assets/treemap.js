@@ -9,6 +9,7 @@ const CROWDED = 200; // cells of a map whose items are all too small to be told 
 const CROWDED_SHARE = 0.85; // of its width; all the others have the rest, which is not to scale then
 const NEARLY_ALL = 0.8; // a module with so much of what is shown counts for no level: "model", "model.layers"
 const NARROWEST_LABEL = 30;
+const NARROWEST_CHARACTER = 3; // pixels
 const CHARACTER = 7; // pixels, about
 const EASILY_SEEN = 10; // pixels of the sides of a cell that is chosen from elsewhere; a smaller one is shown closer
 const GAP = 2;
@@ -41,10 +42,6 @@ function colourOf(number, count) {
  */
 function makeTreemap(tree, onItem) {
   const root = byId("treemap");
-  const tip = make("div", "");
-  tip.id = "tip";
-  tip.hidden = true;
-  document.body.append(tip);
   let view = { node: 0, from: 0 }; // `from`: how many of the largest items are left out, to show smaller ones
   let column = "dtype";
   let items = [];
@@ -55,7 +52,7 @@ function makeTreemap(tree, onItem) {
   const itemOfElement = new WeakMap();
   let cellOfItem = new Map(); // each that is drawn, at any level
 
-  const numberOf = () => (column === "dtype" ? tree.dtypes.length : tree.files.length);
+  const numberOf = () => tree.colours[column].length;
 
   function colourOfItem(item) {
     let best = 0;
@@ -100,8 +97,9 @@ function makeTreemap(tree, onItem) {
     return cell;
   }
 
-  function label({ element, box }, name, lines) {
-    const text = shortened(name, Math.floor((box.w - 10) / CHARACTER), Math.min(lines, 3));
+  function label({ element, box, holds }, name, lines) {
+    pen.font = `${holds ? 600 : 400} 12px ${getComputedStyle(root).fontFamily}`;
+    const text = shortened(name, box.w - 10, Math.min(lines, 3));
     element.append(make("span", lines > 1 ? "label lines" : "label", ...(lines > 1 ? nameText(text) : [text])));
   }
 
@@ -227,7 +225,7 @@ function makeTreemap(tree, onItem) {
 
   function drawLegend() {
     const shares = [...tree.sharesOf(0, column)].sort((one, other) => one[0] - other[0]);
-    const names = column === "dtype" ? tree.dtypes : tree.files;
+    const names = tree.colours[column];
     const swatch = (number) => {
       const mark = make("i", "");
       mark.style.background = colourOf(number, numberOf());
@@ -249,7 +247,7 @@ function makeTreemap(tree, onItem) {
     chosen = null;
     draw();
     drawCrumbs();
-    hideTip();
+    showTip(null);
     const cell = cells.find((one) => one.item === focused) ?? cells[0];
     if (cell && focused !== null) focusOn(cell);
     else onItem(view.node);
@@ -330,20 +328,12 @@ function makeTreemap(tree, onItem) {
     event.preventDefault();
   });
 
-  function hideTip() {
-    tip.hidden = true;
-  }
-  root.addEventListener("pointerleave", hideTip);
+  root.addEventListener("pointerleave", () => showTip(null));
   root.addEventListener("pointermove", (event) => {
-    const element = event.target.closest(".cell");
-    const item = itemOfElement.get(element);
-    if (item === undefined || event.pointerType === "touch") return hideTip();
+    const item = itemOfElement.get(event.target.closest(".cell"));
+    if (item === undefined || event.pointerType === "touch") return showTip(null);
     const share = formatShare(tree.bytesOf(item), tree.bytesOf(0));
-    tip.replaceChildren(make("span", "name", tree.nameOf(tree.nodeOf(item))), `${factsOf(item)} · ${share}`);
-    tip.hidden = false;
-    const x = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-    const y = event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18;
-    Object.assign(tip.style, { left: `${Math.max(8, x)}px`, top: `${Math.max(8, y)}px` });
+    showTip(new DOMRect(event.clientX, event.clientY, 0, 18), tree.nameOf(tree.nodeOf(item)), `${factsOf(item)} · ${share}`);
   });
 
   let width = 0;
@@ -364,35 +354,40 @@ function makeTreemap(tree, onItem) {
   return { go, reveal, paintBy };
 }
 
+const pen = document.createElement("canvas").getContext("2d"); // measures labels in their font
+
 /**
- * A name in so many characters and lines. ".weight" goes first; then parts from the left become their beginnings, which
+ * A name in lines of so many pixels. ".weight" goes first; then parts from the left become their beginnings, which
  * still tell "attention.output.dense" from "output.dense": "a.output.dense".
  */
-function shortened(name, most, lines = 1) {
-  if (fits(name, most, lines)) return name;
+function shortened(name, width, lines = 1) {
+  if (fits(name, width, lines)) return name;
   const parts = name.replace(/(.)\.weight$/, "$1").split(".");
   for (const length of [4, 3, 1]) {
     for (let number = 0; number < parts.length; number += 1) {
-      if (fits(parts.join("."), most, lines)) return parts.join(".");
+      if (fits(parts.join("."), width, lines)) return parts.join(".");
       if (number < parts.length - 1) parts[number] = [...parts[number]].slice(0, length).join("");
     }
   }
-  return parts.join(".").slice(0, most * lines + 1); // the style puts an ellipsis where it still is too long
+  const last = parts.pop();
+  for (const length of [4, 3]) if (fits([...parts, last.slice(0, length)].join("."), width, lines)) return [...parts, last.slice(0, length)].join(".");
+  return [...parts, last].join(".").slice(0, Math.floor((width * lines) / CHARACTER) + 1); // the style puts an ellipsis where it still is too long
 }
 
 /** Whether a name fits into lines that are broken where nameText breaks them. */
-function fits(name, most, lines) {
-  let line = 0;
+function fits(name, width, lines) {
+  if (name.length > (width * lines) / NARROWEST_CHARACTER) return false;
+  let line = "";
   let used = 1;
-  for (const piece of name.slice(0, most * lines + 1).split(/(?<=[._/-])(?=[^\d\s])/)) {
-    if (line && line + piece.length > most) {
+  for (const piece of lines > 1 ? name.split(/(?<=[._/-])(?=[^\d\s])/) : [name]) {
+    if (line && pen.measureText(line + piece).width > width) {
       used += 1;
-      line = 0;
+      line = "";
     }
-    line += piece.length;
-    if (line > most) return false;
+    line += piece;
+    if (pen.measureText(line).width > width) return false;
   }
-  return used <= lines && name.length <= most * lines;
+  return used <= lines;
 }
 
 const shapeText = (shape) => shape.join(" × ") || "scalar";
