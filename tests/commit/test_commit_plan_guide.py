@@ -105,12 +105,13 @@ def index_of(folder: Path, name: str) -> str:
 
 
 def described(folder: Path) -> str:
-    """What lies in a directory, in words."""
+    """What lies in a directory, in words, but for a config that stays."""
     parts = []
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     if "config.json" in names:
         value = json.loads((folder / "config.json").read_bytes())
-        parts.append(f"{value['version']} config" + (" with the override" if "transformers_weights" in value else ""))
+        if value["version"] != "same":
+            parts.append(f"{value['version']} config" + (" (override)" if "transformers_weights" in value else ""))
     if NAMES.index in names:
         parts.append(f"index of {index_of(folder, NAMES.index)}")
     if NAMES.single in names:
