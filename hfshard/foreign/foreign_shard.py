@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from hashlib import sha256
 from itertools import accumulate, chain, islice, takewhile
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard.constants import COPY_BYTES
+from hfshard.constants import COPY_BYTES, FILES_AT_ONCE
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
@@ -149,7 +151,10 @@ class _RunReader:
         for runs in self._masters.values():
             runs.sort(key=lambda one: one[0].offset)
         self._identities: dict[str, Identity] = {}
-        self._files: dict[str, PooledFile] = {}
+        self._files: dict[tuple[str, int], PooledFile] = {}
+        """File, and number of a reader -> the file, open for this reader."""
+        self._readers: dict[int, int] = {}
+        """Thread -> its number as a reader."""
         try:
             for file, size in table.sizes.items():
                 self._open(file, size)
@@ -171,8 +176,8 @@ class _RunReader:
 
     def close(self) -> None:
         """Close the files."""
-        for held in self._files.values():
-            held.close()
+        for pooled in list(self._files.values()):
+            pooled.close()
 
     def is_current(self) -> bool:
         """Return whether all files are those that were opened."""
@@ -281,7 +286,7 @@ class _RunReader:
         np.lib.stride_tricks.as_strided(spread, rows.shape, (run.stride, 1), writeable=True)[:] = rows
 
     def _read(self, file: str, begin: int, target: memoryview) -> None:
-        with self._files[file].opened() as fd:
+        with self._opened(file) as fd:
             while target:
                 count = os.preadv(fd, [target], begin)
                 if count == 0:
@@ -293,10 +298,29 @@ class _RunReader:
         open_file = partial(open_regular, self._path(file), self._table.directory)
         fd = open_or_evict(open_file)
         self._identities[file] = identity_of(os.fstat(fd))
-        self._files[file] = PooledFile(fd, partial(self._open_again, file))
+        self._files[file, self._reader()] = PooledFile(fd, partial(self._open_again, file))
         identity = self._identities[file]
         if identity[2] != size or identity != self._table.identities.get(file, identity):
             raise self._changed(file)
+
+    def _opened(self, file: str) -> AbstractContextManager[int]:
+        """Open a file for this thread: the kernel reads ahead of one position for each open file.
+
+        When the threads of a convert shared one, 1.5 GB of a cold ZeRO-3 checkpoint took 0.84 s of system time, not
+        0.50, and a sixth longer.
+        """
+        place = file, self._reader()
+        pooled = self._files.get(place)
+        if pooled is None:
+            open_again = partial(self._open_again, file)
+            opened = PooledFile(open_or_evict(open_again), open_again)
+            pooled = self._files.setdefault(place, opened)
+            if pooled is not opened:
+                opened.close()  # another thread of this number was faster
+        return pooled.opened()
+
+    def _reader(self) -> int:
+        return self._readers.setdefault(threading.get_ident(), len(self._readers) % FILES_AT_ONCE)
 
     def _open_again(self, file: str) -> int:
         fd = open_regular(self._path(file), self._table.directory)

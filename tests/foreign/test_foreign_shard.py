@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import zlib
 from contextlib import closing
 from dataclasses import replace
@@ -82,6 +83,37 @@ def test_any_range_of_the_file_is_read(parts: dict[str, torch.Tensor], tmp_path:
         part = memoryview(bytearray(numbers.randrange(min(400, shard.size - begin) + 1)))
         shard.read_into(begin, part)
         assert part == whole[begin : begin + len(part)]
+
+
+def test_each_of_a_few_threads_has_its_own_open_file(tmp_path: Path) -> None:
+    raw = bytes(range(256)) * 400
+    (tmp_path / "0").write_bytes(raw)
+    tensor = ForeignTensor(torch.uint8, (102_400,), (ByteRun("0", 0, 102_400, 0),))
+    shard = ForeignShard(ForeignTable(str(tmp_path), "X", {"w": tensor}, {"0": 102_400}))
+    together = threading.Barrier(20)
+    found: list[bytes] = []
+
+    def read() -> None:
+        room = memoryview(bytearray(50_000))
+        together.wait()
+        shard.read_into(shard.size - 50_000, room)
+        found.append(bytes(room))
+
+    threads = [threading.Thread(target=read) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert found == [raw[-50_000:]] * 20
+    assert open_files(tmp_path / "0") == 8
+    shard.close()
+    assert open_files(tmp_path / "0") == 0
+
+
+def open_files(path: Path) -> int:
+    """Count this process's descriptors of a file."""
+    return sum(os.path.samefile(one, path) for one in Path("/proc/self/fd").iterdir() if one.exists())
 
 
 def test_blocks_of_a_tensor_are_read_into_one_buffer(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
