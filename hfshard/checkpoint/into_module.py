@@ -11,7 +11,7 @@ from torch import nn
 from hfshard.checkpoint.load_options import LoadOptions, read_tensors
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import StateDictMismatchError
-from hfshard.tensors.fsdp1 import reshard
+from hfshard.tensors.fsdp1 import reshard_parameters
 from hfshard.tensors.parameter_names import KeyMismatch, compare_keys, has_wrapper_prefix, match_prefixes, unwrap
 from hfshard.tensors.state_dict import assign, collect_state_dict, reject_offloaded
 from hfshard.tensors.tied import find_expanded_names, find_merged_names, find_shared_tensors, names_to_compare
@@ -90,7 +90,7 @@ def load_into_module(
     """
     model = unwrap(model)
     reject_offloaded(model)
-    reshard(model)
+    reshard_parameters(model)
     model_state = collect_state_dict(model, "load")
     if stored is None:
         stored = read_tensors(checkpoint, None, "cpu", options.read)

@@ -40,10 +40,10 @@ from hfshard.foreign.deepspeed_files import (
     BaseState,
     ModelStates,
     OptimizerStates,
-    Piece,
     Progress,
     Shapes,
     StateFiles,
+    TensorInFile,
 )
 from hfshard.foreign.deepspeed_partitions import SplitGroups, SplitParameters, join_frozen
 from hfshard.foreign.described_values import damaged, missing_rank
@@ -352,7 +352,7 @@ class _Reader:
                 raise damaged(self.folder, f"pipeline stages have different shapes of parameter '{name}'", name)
         self.aliases |= {alias: name for alias, name in aliases.items() if alias not in added and name in added}
 
-    def _weight(self, name: str, piece: Piece, models: ModelStates, is_partitioned: bool) -> ForeignTensor:
+    def _weight(self, name: str, piece: TensorInFile, models: ModelStates, is_partitioned: bool) -> ForeignTensor:
         """Return a tensor that one file has complete."""
         if is_partitioned and piece.tensor.shape == (0,) and name not in models.buffers:
             raise damaged(
@@ -537,7 +537,7 @@ class _Reader:
                     if slot == file or file == _MASTER:
                         continue
                     value = self.files.read_universal_slot(self._path(f"{folder}/{file}"))
-                    if isinstance(value, Piece):
+                    if isinstance(value, TensorInFile):
                         self.state[f"{name}/{slot}"] = self._universal(name, shape, models, file)
                     else:
                         counts[slot] = value
@@ -594,7 +594,7 @@ class _Reader:
                     self.trained[f"{number}.{name}"] = weight
 
     def _tied_key(
-        self, number: int, pieces: Mapping[str, Piece], tied: Mapping[str, Mapping[str, tuple[int, ...]]]
+        self, number: int, pieces: Mapping[str, TensorInFile], tied: Mapping[str, Mapping[str, tuple[int, ...]]]
     ) -> str | None:
         """Return the key of the only tied layer that has the shapes of a layer without masters of its own."""
         shapes = {name: piece.tensor.shape for name, piece in pieces.items()}
@@ -662,7 +662,7 @@ class _Reader:
         )
 
 
-def _is_alias(name: str, aliases: Mapping[str, str], weights: Mapping[str, Piece], is_partitioned: bool) -> bool:
+def _is_alias(name: str, aliases: Mapping[str, str], weights: Mapping[str, TensorInFile], is_partitioned: bool) -> bool:
     """Return whether a name has no data of its own; DeepSpeed takes all tensors without elements for tied.
 
     The parameter with the data may be left out, if it is frozen. Then a file with complete weights has them here.
@@ -673,7 +673,7 @@ def _is_alias(name: str, aliases: Mapping[str, str], weights: Mapping[str, Piece
     return target is not None and target.tensor.numel > 0 and _has_same_bytes(weights[name], target)
 
 
-def _has_same_bytes(piece: Piece, other: Piece) -> bool:
+def _has_same_bytes(piece: TensorInFile, other: TensorInFile) -> bool:
     """Return whether two tensors of a file have one place, or copies with equal checksums."""
     a, b = piece.tensor, other.tensor
     is_copy = a.first == b.first and a.storage.size == b.storage.size and bool(a.storage.crc32)
@@ -681,7 +681,7 @@ def _has_same_bytes(piece: Piece, other: Piece) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype) and (a.offset == b.offset or is_copy)
 
 
-def _tied(weights: Mapping[str, Piece]) -> dict[str, str]:
+def _tied(weights: Mapping[str, TensorInFile]) -> dict[str, str]:
     """Find names of one file that share their bytes: name -> the first one with them."""
     first: dict[tuple[object, ...], str] = {}
     found = {}
@@ -692,7 +692,7 @@ def _tied(weights: Mapping[str, Piece]) -> dict[str, str]:
     return found
 
 
-def _checksums(pieces: Mapping[str, Piece]) -> tuple[tuple[str, int | None], ...]:
+def _checksums(pieces: Mapping[str, TensorInFile]) -> tuple[tuple[str, int | None], ...]:
     """Return the checksums of a layer's tensors."""
     return tuple((name, piece.tensor.storage.crc32) for name, piece in sorted(pieces.items()))
 

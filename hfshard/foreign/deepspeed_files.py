@@ -65,7 +65,7 @@ _STAGES: Final = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorInFile:
     """A tensor of one file."""
 
     file: str
@@ -96,13 +96,13 @@ class ModelStates:
     file: str
     version: str | None
     """DeepSpeed's version."""
-    weights: Mapping[str, Piece] | None
+    weights: Mapping[str, TensorInFile] | None
     """All names of the state dict; under ZeRO-3, parameters have no elements. None: a pipeline has files per layer."""
     buffers: frozenset[str]
     groups: tuple[Shapes, ...] | None
     """Parameters of each flat group, in the order of their elements there. None: they are not partitioned."""
     frozen_shapes: Shapes
-    frozen: Mapping[str, Piece]
+    frozen: Mapping[str, TensorInFile]
     """Frozen parameters: complete, or under ZeRO-3 one rank's part."""
     shared: Mapping[str, str]
     """Tied name -> name of the parameter with the data."""
@@ -123,7 +123,7 @@ class OptimizerStates:
     """ZeRO's stage; None: `BF16_Optimizer`, whose partitions are those of stage 1."""
     counts: tuple[int, ...]
     """Ranks that share each group; under ZeRO-3 one number for all."""
-    masters: tuple[Piece, ...]
+    masters: tuple[TensorInFile, ...]
     """A flat tensor per group, or per sub-group under ZeRO-3."""
     gaps: tuple[Any, ...] | None
     """Per group: a list of the elements of padding after each parameter, not checked. None: there is no padding."""
@@ -139,7 +139,7 @@ class BaseState:
     """A rank's part of the state of the optimizer that ZeRO partitions."""
 
     file: str
-    tensors: Mapping[int, Mapping[str, Piece]]
+    tensors: Mapping[int, Mapping[str, TensorInFile]]
     """Number of a flat tensor of masters -> slot -> tensor."""
     counts: Mapping[int, Mapping[str, Any]]
     """The same for numbers, and tensors of no dimension: one for all elements."""
@@ -239,12 +239,12 @@ class StateFiles:
                 steps=_steps(file, value.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")),
             )
 
-    def read_layer(self, name: str) -> Mapping[str, Piece]:
+    def read_layer(self, name: str) -> Mapping[str, TensorInFile]:
         """Read the file of a pipeline's layer: names in the layer -> tensors; see `read_model`."""
         with self._described(name) as (file, pieces):
             return pieces(parse_dict(file.value))
 
-    def read_universal(self, name: str) -> tuple[Piece, bool]:
+    def read_universal(self, name: str) -> tuple[TensorInFile, bool]:
         """Read a parameter of a universal checkpoint, and whether padding of its vocabulary was cut off."""
         with self._described(name) as (file, pieces):
             is_bare = isinstance(file.value, DescribedObject) and file.find(file.value) is not None
@@ -267,7 +267,7 @@ class StateFiles:
             if isinstance(base, list):
                 raise self._unreadable(name, "was saved with elastic_checkpoint")
             plain = PlainValues(os.path.join(self.directory, name), file)
-            tensors: dict[int, dict[str, Piece]] = {}
+            tensors: dict[int, dict[str, TensorInFile]] = {}
             counts: dict[int, dict[str, Any]] = {}
             for number, slots in base["state"].items():
                 flat = {slot: one for slot, one in parse_dict(slots).items() if _is_flat(file, one)}
@@ -301,7 +301,7 @@ class StateFiles:
             counts = {number: self._counts(name, slots, plain) for number, slots in counts.items()}
             return BaseState(name, {}, counts, tuple(groups), _scaler(value.get("loss_scaler"), plain))
 
-    def read_universal_slot(self, name: str) -> Piece | Any:
+    def read_universal_slot(self, name: str) -> TensorInFile | Any:
         """Read one slot of a parameter of a universal checkpoint: a tensor, or a number; see `read_model`."""
         with self._described(name) as (file, pieces):
             value = file.value["param"] if isinstance(file.value, dict) else file.value
@@ -331,14 +331,16 @@ class StateFiles:
         )
 
     @contextmanager
-    def _described(self, name: str) -> Iterator[tuple[DescribedFile, Callable[[Mapping[Any, Any]], dict[Any, Piece]]]]:
+    def _described(
+        self, name: str
+    ) -> Iterator[tuple[DescribedFile, Callable[[Mapping[Any, Any]], dict[Any, TensorInFile]]]]:
         """Describe a file; yield it, and the function that finds the tensors of a dict in it."""
         path = os.path.join(self.directory, name)
         with described_file(path, self.directory) as file:
             reject_other_names(file.names, _ADMITTED, path, "a DeepSpeed checkpoint")
             self.identities[name] = file.identity
 
-            def pieces(value: Mapping[Any, Any]) -> dict[Any, Piece]:
+            def pieces(value: Mapping[Any, Any]) -> dict[Any, TensorInFile]:
                 found = {}
                 for key, one in value.items():
                     tensor = file.find(one) if isinstance(one, DescribedObject) else None
@@ -351,7 +353,7 @@ class StateFiles:
                             path=path,
                             fqn=str(key),
                         )
-                    found[key] = Piece(name, tensor)
+                    found[key] = TensorInFile(name, tensor)
                     record = tensor.storage
                     if record.crc32 is not None and record.size:
                         stored = StoredRecord(name, record.offset, record.size, record.crc32)

@@ -12,7 +12,7 @@ import torch
 
 from hfshard._util.text import shorten_list
 from hfshard.foreign.byte_runs import ByteRun, ForeignTensor
-from hfshard.foreign.deepspeed_files import ModelStates, OptimizerStates, Piece, Shapes
+from hfshard.foreign.deepspeed_files import ModelStates, OptimizerStates, Shapes, TensorInFile
 from hfshard.foreign.described_values import damaged
 
 _ALIGNMENT: Final = 2
@@ -42,7 +42,7 @@ class SplitGroups:
         group = self._groups[number]
         return min(max(group.total - rank * group.size, 0), group.size) <= numel <= group.size
 
-    def join(self, flats: Sequence[Sequence[Piece | None]]) -> dict[str, ForeignTensor]:
+    def join(self, flats: Sequence[Sequence[TensorInFile | None]]) -> dict[str, ForeignTensor]:
         """Join the parameters of flat tensors; of groups for which there are none, nothing.
 
         Args:
@@ -108,7 +108,7 @@ def _is_gap(value: object) -> bool:
     return type(value) is int and 0 <= value < _MOST_ELEMENTS
 
 
-def _partition_size(folder: str, total: int, pieces: Sequence[Piece]) -> int:
+def _partition_size(folder: str, total: int, pieces: Sequence[TensorInFile]) -> int:
     """Find how many elements of a group each rank has, padding included.
 
     Args:
@@ -143,7 +143,7 @@ class SplitParameters:
         """Return whether a flat tensor of a rank's sub-group has one value for each element."""
         return numel == self._numels[rank][number]
 
-    def join(self, flats: Sequence[Sequence[Piece | None]]) -> dict[str, ForeignTensor]:
+    def join(self, flats: Sequence[Sequence[TensorInFile | None]]) -> dict[str, ForeignTensor]:
         """Join the parameters of flat tensors; of parameters for which there are none, nothing.
 
         Args:
@@ -189,7 +189,7 @@ def join_frozen(folder: str, models: Sequence[ModelStates]) -> dict[str, Foreign
 class _Flat:
     """Tensors end to end as one, of which ranges are taken."""
 
-    def __init__(self, pieces: Iterable[tuple[int, Piece]]) -> None:
+    def __init__(self, pieces: Iterable[tuple[int, TensorInFile]]) -> None:
         """Place the tensors.
 
         Args:
@@ -219,7 +219,7 @@ class _Flat:
                 yield piece.run(low - first, high - low, start + (low - begin) * itemsize)
 
 
-def _common_dtype(folder: str, pieces: Collection[Piece], *, is_flat: bool = True) -> torch.dtype:
+def _common_dtype(folder: str, pieces: Collection[TensorInFile], *, is_flat: bool = True) -> torch.dtype:
     """Return the dtype of tensors that are parts of one."""
     dtypes = {piece.tensor.dtype for piece in pieces}
     if len(dtypes) > 1:

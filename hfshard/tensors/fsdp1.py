@@ -155,7 +155,7 @@ def _owner(name: str) -> str:
     return path + dot
 
 
-def reshard(model: nn.Module) -> None:
+def reshard_parameters(model: nn.Module) -> None:
     """Release the complete parameters that a forward pass has left: they would be used again, whatever is loaded."""
     for unit in _units(model):
         handle = unit._handle

@@ -17,7 +17,7 @@ from hfshard.tensors.fsdp1 import (
     flat_members,
     flat_parameter_names,
     has_flat_parameters,
-    reshard,
+    reshard_parameters,
     with_flat_tensors,
     without_gathering,
 )
@@ -153,7 +153,7 @@ def _assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_ho
     model_state = model.state_dict()
     reject_freed(model_state)
     parts = {name: one for name, one in parts_of_parameters(model, "load").items() if not one.is_gathered}
-    reshard(model)
+    reshard_parameters(model)
     for name in parts.keys() & state_dict.keys():
         parts[name].load(state_dict[name])
     wrapped = wrapped_prefixes(model)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.tensors.fsdp1 import has_flat_parameters, reshard
+from hfshard.tensors.fsdp1 import has_flat_parameters, reshard_parameters
 from hfshard.tensors.state_dict import (
     has_parts,
     is_dtensor,
@@ -320,7 +320,7 @@ def _reshard(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    reshard(module)
+    reshard_parameters(module)
     for one in module.modules():
         if isinstance(one, fsdp.FSDPModule):
             with torch.no_grad():
