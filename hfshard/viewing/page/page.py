@@ -95,7 +95,7 @@ def describe_model(model: ModelSummary | None) -> tuple[str, ...]:
     return tuple(map(printable, shown.describe()))
 
 
-def share_text(part: int, whole: int) -> str:
+def share_text(part: float, whole: float) -> str:
     """Format a share as a percentage."""
     percent = 100 * part / whole if whole else 0.0
     return "under 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
