@@ -49,10 +49,12 @@ def facts_in(html: str) -> dict[str, list[str]]:
 
 def parts_in(html: str) -> list[tuple[str, str, int]]:
     """Part, size and number of files in the table of a step."""
-    table = re.search(r'<table id="parts">(.*?)</table>', html, re.DOTALL)
+    table = re.search(r'<table id="parts" class="sortable">(.*?)</table>', html, re.DOTALL)
     assert table is not None
     rows = re.findall(
-        r'<td>(\w+)</td><td class="number">([^<]*)</td>.*?<td class="number">(\d+)</td>', table[1], re.DOTALL
+        r'<td>(\w+)</td><td class="number" data-value="\d+">([^<]*)</td>.*?<td class="number">(\d+)</td>',
+        table[1],
+        re.DOTALL,
     )
     return [(part, size, int(files)) for part, size, files in rows]
 

@@ -209,6 +209,16 @@ def test_colours_are_by_dtype_or_file_in_light_and_dark(browser_page: Page, tmp_
     assert page.evaluate(ground) == "rgb(250, 250, 248)"
 
 
+def test_one_file_of_one_dtype_is_coloured_by_the_parts_of_the_model(browser_page: Page, tmp_path: Path) -> None:
+    names = ["embed.weight", "h.0.attn.q.weight", "h.1.attn.q.weight", "h.0.mlp.up.weight", "h.1.mlp.up.weight"]
+    open_page(browser_page, inspection_of([tensor(name, 10) for name in names]), tmp_path)
+
+    assert browser_page.locator("#legend").inner_text() == "embeddings · 40 B\nattention · 80 B\nMLP · 80 B"
+    assert browser_page.locator("[data-colour]:visible").count() == 0
+    colours = "all => new Set(all.map((one) => one.style.background)).size"
+    assert browser_page.locator(".cell.tensor").evaluate_all(colours) == 3
+
+
 def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: Path) -> None:
     page = browser_page
     open_page(page, hostile_checkpoint(), tmp_path)
@@ -218,7 +228,6 @@ def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: 
     page.locator("[role=option]").first.click()
     assert page.evaluate(CHOOSE_ALL) == 26
     for _ in range(3):
-        page.click("[data-colour=file]")
         page.locator("#treemap > button").last.click()
 
     assert page.evaluate("window.attacked") is None

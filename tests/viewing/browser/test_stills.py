@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.page import Page as PageData
 from hfshard.viewing.page.page import render_page
 from hfshard.viewing.show import page_of_run
 from tests.viewing.browser.runs import make_decay, make_run
 from tests.viewing.page.checkpoints import small_checkpoint
+from tests.viewing.reports import report_of, tensor_diff, values_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -36,6 +38,25 @@ def test_a_card_of_a_checkpoint_is_its_map(browser_page: Page, tmp_path: Path) -
     assert box is not None
     assert box["height"] > 200
     assert box["y"] + box["height"] < 630
+    assert lowest_edge(browser_page, "#legend") < 630
+
+
+def test_a_card_of_a_diff_has_all_rows_of_a_usual_layer(browser_page: Page, tmp_path: Path) -> None:
+    kinds = [
+        f"{module}.{one}" for module in ("q", "k", "v", "o", "up", "down", "ln", "norm") for one in ("weight", "bias")
+    ]
+    found = [
+        tensor_diff("changed", f"h.{layer}.{kind}", values_of(0.01 * (layer + 1)))
+        for layer in range(6)
+        for kind in kinds
+    ]
+    open_card(browser_page, make_diff_page(report_of(found)), tmp_path / "page.html")
+
+    assert browser_page.locator(".control:visible").count() == 0
+    assert browser_page.locator(".grid tbody th:visible").count() == 16
+    assert lowest_edge(browser_page, ".grid tbody th") < 630 - 32
+    fonts = "all => Math.min(...all.map((one) => parseFloat(getComputedStyle(one).fontSize)))"
+    assert browser_page.locator(".grid tbody th:visible").evaluate_all(fonts) == 12
 
 
 def test_a_card_of_a_run_has_two_metrics_side_by_side(browser_page: Page, tmp_path: Path) -> None:

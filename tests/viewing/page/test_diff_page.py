@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+from hfshard.viewing.diff_checkpoints import diff_checkpoints
+from hfshard.viewing.model_summary import ModelSummary
 from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.page import render_page
 from hfshard.viewing.results import TensorDiff, TensorEntry, ValueDiff
+from tests.viewing.adapters import make_adapter, make_base
 from tests.viewing.reports import marked, renamed, report_of, tensor_diff, values_of
 
 
@@ -161,3 +165,37 @@ def test_a_small_turn_is_not_rounded_to_a_cosine_of_one() -> None:
     assert turn(1 + 1e-12, "F32") == 0.0
     assert turn(-0.5, "F32") == 1.5
     assert turn(None, "F32") is None
+
+
+def test_an_adapter_beside_its_base_is_shown_as_what_it_changes_there(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "mine", base_model_name_or_path="/models/org/base")
+    found = diff_checkpoints(make_base(tmp_path / "base"), adapter, values=True)
+
+    page = make_diff_page(found)
+
+    assert (page.title, page.view["kind"]) == ("base + mine", "adapter and its base")
+    assert page.about == ("LoRA adapter", "of base", "rank 2", "alpha 4", "on q")
+    assert page.view["sentences"] == [
+        "B is an adapter (LoRA) that changes q.weight of layer 0 of 2 of A: 1 of 6 tensors."
+    ]
+    assert [(fact.label, fact.value, fact.note) for fact in page.facts[:3]] == [
+        ("adapter's parameters", "28", "51.9 % of the base's"),
+        ("tensors", "6", "5 are the same"),
+        ("changed", "1", "22.2 % of the base's parameters"),
+    ]
+    [stack] = page.data["stacks"]
+    assert (stack["name"], stack["norms"]) == ("h", [[0.5, 0.0], [None, None], [None, None]])
+    assert [row[0] for row in page.data["tensors"]] == ["h.0.q.weight"]
+
+
+def test_each_model_is_described_where_they_are_not_alike() -> None:
+    bert, llama = ModelSummary(architecture="Bert", layers=2), ModelSummary(architecture="Llama")
+    found = report_of(marked("ab"))
+
+    alike = make_diff_page(replace(found, models=(bert, bert)))
+    unlike = make_diff_page(replace(found, models=(bert, llama)))
+
+    assert alike.about == ("Bert", "2 layers")
+    assert alike.view["places"] == [("A", "/a", ()), ("B", "/b", ())]
+    assert unlike.about == ()
+    assert unlike.view["places"] == [("A", "/a", ("Bert", "2 layers")), ("B", "/b", ("Llama",))]
