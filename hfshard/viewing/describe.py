@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from hfshard._util.text import count_of
+from hfshard._util.text import count_of, format_size
 from hfshard.viewing.module_tree import (
     HEADS,
     LayerStack,
@@ -73,6 +73,22 @@ def _of_adapter(found: CheckpointDiff, merged: CheckpointDiff) -> str:
             f"{adapter} is an adapter (LoRA) that changes {where} of {base}: {len(changed):,} of {_tensors(len(every))}"
         )
     return f"{text}; and adds {_some(added)}." if added else f"{text}."
+
+
+def comparison_method(found: CheckpointDiff) -> str:
+    """Say in one sentence how many tensors were read to compare, and what told the others.
+
+    Args:
+        found: The result of `diff_checkpoints`.
+    """
+    if not found.read_bytes:
+        return "Compared by names and digests; no tensor was read."
+    count = f"{_tensors(found.read_tensors)} {'was' if found.read_tensors == 1 else 'were'} read"
+    size = format_size(found.read_bytes)
+    if found.merged is not None:
+        return f"{count} with the adapter's factors: {size}."
+    shared = sum(tensor.a is not None and tensor.b is not None for tensor in found.tensors)
+    return f"{count}: {size}{'; digests told the others' if found.read_tensors < shared else ''}."
 
 
 def zero_before(found: CheckpointDiff) -> str:

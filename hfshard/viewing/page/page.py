@@ -101,6 +101,17 @@ def share_text(part: float, whole: float) -> str:
     return "under 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
 
 
+def percent_text(share: float, digits: int = 3) -> str:
+    """Format a finite number as a percentage that has as many digits, and all before the point."""
+    percent = 100 * share
+    is_long = 100 <= percent < _LARGEST_PERCENT
+    return f"{percent:,.0f} %" if is_long else f"{percent:.{digits}g} %"
+
+
+_LARGEST_PERCENT: Final = 1e6
+"""From it on, percentages are written with an exponent."""
+
+
 def printable_value(value: Any) -> str:
     """Format a metadata value as text, truncated if it is very long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
