@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # `import hfshard` imports this module
     from hfshard.disk.byte_source import ByteSource
-
-
-class DrawnCard(NamedTuple):
-    """What is shown of a checkpoint."""
-
-    picture: bytes
-    """PNG."""
-    text: str
-    """Markdown: the picture, by its file's name, and the table."""
-
+    from hfshard.hub.model_card import DrawnCard
 
 CardDrawer: TypeAlias = "Callable[[Mapping[str, ByteSource], str], DrawnCard]"
 """What draws a card. Its arguments are those of `draw_card`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 from hfshard.constants import README
 from hfshard.errors import InvalidArgumentError
@@ -17,6 +17,15 @@ END: Final = "<!-- /hfshard:card -->"
 
 _FENCE: Final = re.compile(r" {0,3}(?:```|~~~)")
 _HEADING: Final = re.compile(r" {0,3}# ")
+
+
+class DrawnCard(NamedTuple):
+    """What is shown of a checkpoint."""
+
+    picture: bytes
+    """PNG."""
+    text: str
+    """Markdown: the picture, by its file's name, and the table."""
 
 
 def merge_card(old: bytes | None, text: str, title: str) -> bytes:

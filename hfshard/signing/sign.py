@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -111,16 +112,15 @@ def sign_checkpoint(
                 path=os.path.join(directory, links[0]),
             )
         recorded = _recorded(directory, listing.names, verify)
-        if card_picture:
-            _put_card(directory, listing.names)
+        with _card_in(directory, listing.names) if card_picture else nullcontext():
             listing = list_files(directory)
-        others = [name for name in listing.names if name not in recorded]
-        sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in listing.names}
-        read_bytes = sum(sizes[name] for name in others)
-        with byte_progress("Hashing", read_bytes, progress) as progress_callback:
-            hashed = hash_files(directory, others, progress_callback)
-        digests = recorded | {name: digest for name, (digest, _) in hashed.items()}
-        _write(directory, digests, listing.left_out, choose)
+            others = [name for name in listing.names if name not in recorded]
+            sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in listing.names}
+            read_bytes = sum(sizes[name] for name in others)
+            with byte_progress("Hashing", read_bytes, progress) as progress_callback:
+                hashed = hash_files(directory, others, progress_callback)
+            digests = recorded | {name: digest for name, (digest, _) in hashed.items()}
+            _write(directory, digests, listing.left_out, choose)
     target = os.path.join(directory, SIGNATURE_NAME)
     return SignResult(target, listing.names, read_bytes, sum(sizes[name] for name in recorded))
 
@@ -183,17 +183,27 @@ def _directory_to_sign(path: str | os.PathLike[str]) -> str:
     return directory
 
 
-def _put_card(directory: str, names: Sequence[str]) -> None:
-    """Write the card of a checkpoint, and its picture, as of a signed one."""
+@contextmanager
+def _card_in(directory: str, names: Sequence[str]) -> Iterator[None]:
+    """Write the card of a checkpoint, and its picture, as of a signed one; take them back if signing fails."""
     contents: dict[str, ByteSource] = {name: file_source(os.path.join(directory, name)) for name in names}
     card = draw_card({**contents, SIGNATURE_NAME: BytesSource(b"")}, os.path.basename(directory))
-    old = None
-    if README in contents:
-        with contents[README].open() as reader:
-            old = reader.read()
-    files = {CARD_PICTURE: card.picture, README: merge_card(old, card.text, os.path.basename(directory))}
-    for name, raw in files.items():
-        _replace(directory, name, raw)
+    old: dict[str, bytes | None] = dict.fromkeys((CARD_PICTURE, README))
+    for name in old.keys() & contents.keys():
+        with contents[name].open() as reader:
+            old[name] = reader.read()
+    new = {CARD_PICTURE: card.picture, README: merge_card(old[README], card.text, os.path.basename(directory))}
+    try:
+        for name, raw in new.items():
+            _replace(directory, name, raw)
+        yield
+    except BaseException:
+        for name, before in old.items():
+            if before is None:
+                unlink_if_exists(os.path.join(directory, name))
+            else:
+                _replace(directory, name, before)
+        raise
 
 
 def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str, str]:

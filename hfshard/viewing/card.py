@@ -15,8 +15,7 @@ from hfshard.constants import SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, sha256_of_source
 from hfshard.errors import escaped
 from hfshard.format.header import LENGTH_BYTES, read_header_length
-from hfshard.hub.card_drawer import DrawnCard
-from hfshard.hub.model_card import CARD_PICTURE
+from hfshard.hub.model_card import CARD_PICTURE, DrawnCard
 from hfshard.hub.push_files import detect_variants
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page

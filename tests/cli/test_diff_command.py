@@ -29,6 +29,7 @@ from hfshard.viewing.describe import headline
 from hfshard.viewing.results import CheckpointDiff
 from tests.cli.conftest import Run, flip_bit
 from tests.helpers import processes
+from tests.viewing.adapters import make_adapter, make_base
 from tests.viewing.reports import BERT, marked, renamed, report_of, tensor_diff, values_of
 
 
@@ -103,6 +104,13 @@ def test_json_has_everything(tmp_path: Path, run: Run) -> None:
         ],
         "merged": None,
     }  # fmt: skip
+
+
+def test_an_adapter_beside_its_base_is_mapped_as_what_it_changes(tmp_path: Path, run: Run) -> None:
+    text = run.ok("diff", make_base(tmp_path / "base"), make_adapter(tmp_path / "x"), "--values", code=1)
+
+    assert text.splitlines()[0] == "B is an adapter (LoRA) that changes q.weight of layer 0 of 2 of A: 1 of 6 tensors."
+    assert "\nh.*       0\nq.weight  9.\n" in text
 
 
 def test_all_lists_tensors_with_their_whole_names(tmp_path: Path, run: Run) -> None:

@@ -328,3 +328,15 @@ def test_a_card_is_put_in_before_signing_and_verifies_after_a_push_and_a_pull(
     report = hfshard.verify_checkpoint(tmp_path / "pulled", public_key=keys.public)
     assert report.ok, report.problems
     assert not (checkpoint / "model.sig.new").exists()
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+def test_a_card_is_taken_back_where_signing_fails(checkpoint: Path, tmp_path: Path) -> None:
+    private, _ = write_pair(tmp_path, "locked", b"secret")
+
+    with pytest.raises(SignatureError):
+        hfshard.sign_checkpoint(checkpoint, private_key=private, password="wrong", card_picture=True)
+
+    assert (checkpoint / "README.md").read_text() == "# Mine\n"
+    assert not (checkpoint / "hfshard-card.png").exists()
+    assert not (checkpoint / "model.sig").exists()

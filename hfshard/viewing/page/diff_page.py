@@ -78,7 +78,9 @@ def make_diff_page(found: CheckpointDiff) -> Page:
                 (side, printable(place), model if model != about else ())
                 for side, place, model in zip("AB", (whole.a, whole.b), models, strict=True)
             ],
-            "sentences": [printable_value(text) for text in (headline(whole), zero_before(found)) if text],
+            "sentences": [
+                printable_value(text) for text in (headline(whole), zero_before(found), _hint(found)) if text
+            ],
             "kinds": [(kind, KIND_WORDS[kind], found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "columns": columns,
             "same_in_all": same_in_all,
@@ -100,6 +102,15 @@ def make_diff_page(found: CheckpointDiff) -> Page:
                 for tensor, fold in zip(listed, folds, strict=True)
             ],
         },
+    )
+
+
+def _hint(found: CheckpointDiff) -> str:
+    """Say how to see what an adapter changes in its base; "" where nothing more can be seen."""
+    adapters = [model for model in found.models if model is not None and model.scale is not None]
+    is_whole = found.has_values or "same" in found.counts or "changed" in found.counts
+    return (
+        "" if is_whole or len(adapters) != 1 else "With --values, this page shows what the adapter changes in its base."
     )
 
 

@@ -235,8 +235,20 @@ def _row(number: int, one: ListedCheckpoint, linked: int | None, changes: Mappin
 def _metric_columns(latest: Sequence[ListedCheckpoint], names: Sequence[str]) -> Iterator[Column]:
     for name in names:
         values = [one.metrics.get(name) for one in latest]
-        cells = (Cell("") if value is None else Cell(f"{value:.6g}", value) for value in values)
+        cells = (
+            Cell(text, "" if value is None else value) for text, value in zip(aligned(values), values, strict=True)
+        )
         yield Column(printable(name), tuple(cells))
+
+
+def aligned(values: Sequence[float | None]) -> list[str]:
+    """Write numbers with as many decimals as one of them needs for six digits; without, if one has an exponent."""
+    texts = ["" if value is None else f"{value:.6g}" for value in values]
+    known = [value for value in values if value is not None]
+    if not all(map(math.isfinite, known)) or any("e" in text for text in texts):
+        return texts
+    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
+    return ["" if value is None else f"{value:.{decimals}f}" for value in values]
 
 
 def _byte_columns(latest: Sequence[ListedCheckpoint], rows: Sequence[_Row], unchanged_word: str) -> Iterator[Column]:

@@ -85,3 +85,15 @@ def test_a_value_of_its_own_comes_before_the_text(browser_page: Page, pages: Pat
     assert first_cells(browser_page) == ["mars 9", "Earth", "a remark on Earth", "Mars 10", "Pluto"]
     header(browser_page, "size").click()
     assert first_cells(browser_page) == ["Mars 10", "Earth", "a remark on Earth", "mars 9", "Pluto"]
+
+
+def test_every_table_of_a_step_has_headers_that_sort(browser_page: Page, tmp_path: Path) -> None:
+    show_checkpoint(make_run(tmp_path / "run", 8) / "checkpoint-00000020", tmp_path / "step.html")
+    browser_page.goto((tmp_path / "step.html").as_uri())
+
+    tables = browser_page.locator("table:has(tbody tr + tr)")
+    assert tables.count() >= 3
+    assert browser_page.locator("table:has(tbody tr + tr) thead:not(:has(.sort))").count() == 0
+    browser_page.locator("#parts").get_by_role("button", name="size").click()
+    sizes = browser_page.locator("#parts td[data-value]").evaluate_all("all => all.map((one) => +one.dataset.value)")
+    assert sizes == sorted(sizes, reverse=True)

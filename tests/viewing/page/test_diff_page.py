@@ -234,6 +234,16 @@ def test_the_change_of_the_model_is_a_figure_where_all_tensors_were_read(tmp_pat
     )
 
 
+def test_without_values_an_adapter_is_told_how_to_see_what_it_changes(tmp_path: Path) -> None:
+    base, adapter = make_base(tmp_path / "base"), make_adapter(tmp_path / "mine")
+
+    assert make_diff_page(diff_checkpoints(base, adapter)).view["sentences"] == [
+        "No tensor in common; 6 tensors only in A; B is an adapter (LoRA) for q of all 2 layers: 4 tensors.",
+        "With --values, this page shows what the adapter changes in its base.",
+    ]
+    assert len(make_diff_page(diff_checkpoints(adapter, adapter)).view["sentences"]) == 1
+
+
 def test_each_model_is_described_where_they_are_not_alike() -> None:
     bert, llama = ModelSummary(architecture="Bert", layers=2), ModelSummary(architecture="Llama")
     found = report_of(marked("ab"))

@@ -9,6 +9,7 @@ from hfshard.viewing.page.run_page import (
     Cell,
     Column,
     Reading,
+    aligned,
     bars_of,
     labels_of_bars,
     line_of,
@@ -160,3 +161,19 @@ def test_the_latest_is_compared_by_a_percentage_where_that_says_something() -> N
     assert ending(-0.5, 0.5) == "0.5."
     assert ending(0.5, 5.0) == "5."
     assert ending(0.5, math.nan) == "nan."
+
+
+def test_a_run_whose_saves_are_not_in_the_order_of_steps_is_not_said_to_be_sorted_by_them() -> None:
+    def is_by_step(*steps: int) -> bool:
+        return bool(make_run_page("/run", listed(*((step, 1.0) for step in steps)), {}).view["is_by_step"])
+
+    assert is_by_step(10, 20, 30)
+    assert not is_by_step(10, 30, 20)
+
+
+def test_numbers_of_a_column_have_their_points_below_each_other() -> None:
+    assert aligned([0.5, None, 1.03125, 12.0]) == ["0.50000", "", "1.03125", "12.00000"]
+    assert aligned([3.0, 120.0]) == ["3", "120"]
+    assert aligned([1e-9, 0.5]) == ["1e-09", "0.5"]
+    assert aligned([math.nan, 0.5]) == ["nan", "0.5"]
+    assert aligned([]) == []
