@@ -24,7 +24,7 @@ from hfshard.cli.shared_arguments import (
     add_variant,
     add_verify_level,
 )
-from hfshard.viewing.describe import headline, rename_rules, zero_before
+from hfshard.viewing.describe import comparison_method, headline, rename_rules, zero_before
 from hfshard.viewing.module_tree import LayerStack, fold_names, fold_rows, kinds_by_role, layer_grid, natural_order
 from hfshard.viewing.results import FROM_ZERO, KIND_WORDS, LEAST, CheckpointDiff, NormScale, TensorDiff
 
@@ -101,7 +101,7 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
     columns = shutil.get_terminal_size().columns
     print_text(printable(headline(found)))
     print_text("\n" + places_table(found, *places))
-    print_text(f"\n{_comparison_method(found)}")
+    print_text(f"\n{comparison_method(found)}")
     for line in (*not_finite_lines(found), printable(zero_before(found))):
         if line:
             print_text(line)
@@ -124,12 +124,6 @@ def _one_or_each(values: list[str] | None) -> Any:
 def _shown_place(given: str, found: str) -> str:
     """Return a place as it was typed, unless it led to another one, as a run does to its latest checkpoint."""
     return given if absolute_path(given) == found else found
-
-
-def _comparison_method(found: CheckpointDiff) -> str:
-    if found.read_bytes == 0:
-        return "Compared by names and digests; no tensor was read."
-    return f"{format_size(found.read_bytes)} of tensors were read."
 
 
 # Heat maps of how much each tensor of each layer changed, drawn with characters: kinds of tensors x layers.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from hfshard._util.text import count_of
+from hfshard._util.text import count_of, format_size
 from hfshard.viewing.module_tree import (
     HEADS,
     LayerStack,
@@ -26,33 +26,38 @@ _FEW: Final = 10
 """A tenth of all: if at most that many are unchanged, the sentence names those instead of the changed ones."""
 
 
-def headline(found: CheckpointDiff) -> str:
+def headline(found: CheckpointDiff, since: str = "") -> str:
     """Describe in one sentence what differs, and where.
 
     Args:
         found: The result of `diff_checkpoints`.
+        since: The beginning of the sentence, such as "From step 100 to step 200"; "": none.
 
     Returns:
         A sentence that contains names from the checkpoints, which must be escaped where it is shown.
     """
-    if found.merged is not None:
-        return _of_adapter(found, found.merged)
+    text = _of_adapter(found, found.merged) if found.merged is not None else _differences(found)
+    if not since:
+        return _capitalized(text)
+    return f"{since}, nothing changed: {text}" if found.is_same else f"{since}, {text}"
+
+
+def _differences(found: CheckpointDiff) -> str:
     by_kind: dict[DiffKind, list[TensorDiff]] = {}
     for tensor in found.tensors:
         by_kind.setdefault(tensor.kind, []).append(tensor)
     if set(by_kind) <= {"only_in_a", "only_in_b"} and by_kind:
-        return _capitalized(_nothing_in_common(by_kind))
+        return _nothing_in_common(by_kind)
     clauses = [clause(by_kind[kind], found) for kind, clause in _CLAUSES.items() if kind in by_kind]
     if found.retied:
         clauses.append(f"tied to other tensors: {_some(found.retied)}")
     if not clauses:
         if not found.tensors:
-            return "Both are empty."
-        return f"The same {_tensors(len(found.tensors))}{_files_text(found)}."
+            return "both are empty."
+        return f"the same {_tensors(len(found.tensors))}{_files_text(found)}."
     if set(by_kind) - {"same"} == {"renamed"} and len(clauses) == 1 and "same" not in by_kind:
-        return f"The same {_tensors(len(found.tensors))} under other names: {_names_text(by_kind['renamed'])}."
-    ending = _ending(by_kind, clauses)
-    return f"{_capitalized('; '.join(clauses))}{ending}."
+        return f"the same {_tensors(len(found.tensors))} under other names: {_names_text(by_kind['renamed'])}."
+    return f"{'; '.join(clauses)}{_ending(by_kind, clauses)}."
 
 
 def _of_adapter(found: CheckpointDiff, merged: CheckpointDiff) -> str:
@@ -68,6 +73,22 @@ def _of_adapter(found: CheckpointDiff, merged: CheckpointDiff) -> str:
             f"{adapter} is an adapter (LoRA) that changes {where} of {base}: {len(changed):,} of {_tensors(len(every))}"
         )
     return f"{text}; and adds {_some(added)}." if added else f"{text}."
+
+
+def comparison_method(found: CheckpointDiff) -> str:
+    """Say in one sentence how many tensors were read to compare, and what told the others.
+
+    Args:
+        found: The result of `diff_checkpoints`.
+    """
+    if not found.read_bytes:
+        return "Compared by names and digests; no tensor was read."
+    count = f"{_tensors(found.read_tensors)} {'was' if found.read_tensors == 1 else 'were'} read"
+    size = format_size(found.read_bytes)
+    if found.merged is not None:
+        return f"{count} with the adapter's factors: {size}."
+    shared = sum(tensor.a is not None and tensor.b is not None for tensor in found.tensors)
+    return f"{count}: {size}{'; digests told the others' if found.read_tensors < shared else ''}."
 
 
 def zero_before(found: CheckpointDiff) -> str:

@@ -121,7 +121,8 @@ def _diff_once(requests: Sequence[OpenRequest], options: DiffOptions, *, has_one
         comparison = _Comparison(side_a, side_b, options, requests[0].options.progress)
         found = replace(comparison.run(), models=(model_a, model_b))
         if options.values and (merged := comparison.merged(model_a, model_b)) is not None:
-            found = replace(found, merged=merged, read_bytes=comparison.read_bytes)
+            read_bytes, read_tensors = comparison.read_bytes, comparison.read_tensors
+            found = replace(found, merged=merged, read_bytes=read_bytes, read_tensors=read_tensors)
         return found
 
 
@@ -160,7 +161,7 @@ class _Comparison:
     def __init__(self, a: Side, b: Side, options: DiffOptions, progress: bool | None) -> None:
         self.a, self.b = a, b
         self.options, self.progress = options, progress
-        self.read_bytes = 0
+        self.read_bytes = self.read_tensors = 0
 
     def run(self) -> CheckpointDiff:
         """Pair the tensors and compare each pair."""
@@ -185,6 +186,7 @@ class _Comparison:
             ties_b=self.b.ties,
             read_bytes=self.read_bytes,
             retied=named.retied,
+            read_tensors=self.read_tensors,
         )
 
     def merged(self, model_a: ModelSummary | None, model_b: ModelSummary | None) -> CheckpointDiff | None:
@@ -206,6 +208,7 @@ class _Comparison:
         measured = zip(plan.updates, self._done(jobs), strict=True)
         read_before = self.read_bytes
         self.read_bytes += sum(job.nbytes for job in jobs)
+        self.read_tensors += len(jobs)
         diffs = {
             id(one.weight): TensorDiff(
                 "changed" if values.changed else "same", one.weight.facts, one.weight.facts, values
@@ -229,6 +232,7 @@ class _Comparison:
         read = iter(self._done(jobs))
         comparisons = [next(read) if comparison is None else comparison for comparison in known]
         self.read_bytes += sum(comparison.read_bytes for comparison in comparisons)
+        self.read_tensors += len(jobs)
         return comparisons
 
     def _renamed(self, only_in_a: Sequence[ComparedTensor], only_in_b: Sequence[ComparedTensor]) -> list[TensorPair]:
@@ -244,6 +248,7 @@ class _Comparison:
         jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of_bytes, one)) for side, one in unread]
         digests = {id(one): digest for (_, one), digest in zip(unread, self._done(jobs), strict=True)}
         self.read_bytes += sum(job.nbytes for job in jobs)
+        self.read_tensors += len(jobs)
         return pair_by_contents(in_a, in_b, lambda one: (one.form, digests.get(id(one), one.digest)))
 
     def _done(self, jobs: Sequence[ReadJob[_Result]]) -> list[_Result]:

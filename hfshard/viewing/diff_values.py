@@ -64,6 +64,7 @@ class ValueMeasure:
             nan_b=self._nan[1],
             inf_a=self._inf[0],
             inf_b=self._inf[1],
+            norms=(squares_a.root(), squares_d.root()),
         )
 
     def _add_chunk(self, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -121,6 +122,10 @@ class _ScaledSum:
             self.value = math.ldexp(self.value, self.exponent - exponent)
             self.exponent = exponent
         self.value += math.ldexp(value, exponent - self.exponent)
+
+    def root(self) -> float:
+        """Return the square root of a sum of squares, whose exponent is even."""
+        return _scaled(math.sqrt(self.value), self.exponent // 2)
 
 
 def _relative_norm(difference: _ScaledSum, of: _ScaledSum) -> float:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 if TYPE_CHECKING:  # every command imports this module
@@ -196,6 +196,8 @@ class ValueDiff:
     nan_b: int
     inf_a: int
     inf_b: int
+    norms: tuple[float, float] | None = field(default=None, compare=False)
+    """|a| and |b - a|, to add them up over several tensors; None if they were not measured. They are not in JSON."""
 
     @property
     def cosine_distance(self) -> float | None:
@@ -208,10 +210,11 @@ class ValueDiff:
         return math.isinf(self.relative_norm)
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields; numbers that JSON lacks (infinity) are None."""
+        """Return its fields but the norms; numbers that JSON lacks (infinity) are None."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
+            if name != "norms"
         }
 
 
@@ -260,6 +263,8 @@ class CheckpointDiff:
     merged: CheckpointDiff | None = None
     """With values, if one of them is a LoRA adapter of the other: what the base and the adapter are together (as b),
     compared with the base alone (as a)."""
+    read_tensors: int = 0
+    """Tensors of which bytes were read, in one or in both."""
 
     @property
     def is_same(self) -> bool:
@@ -280,6 +285,18 @@ class CheckpointDiff:
     def zero_in_a(self) -> tuple[str, ...]:
         """The names of tensors that are zero in a and not in b, so that their change has no relative norm."""
         return tuple(tensor.name for tensor in self.tensors if tensor.values is not None and tensor.values.was_zero)
+
+    @property
+    def relative_norm(self) -> float | None:
+        """|b - a| / |a| over all tensors together; None unless each was measured, or if a is zero."""
+        norms = []
+        for tensor in self.tensors:
+            if tensor.values is not None and tensor.values.norms is not None:
+                norms.append(tensor.values.norms)
+            elif tensor.a is None or tensor.b is None or tensor.a.parameters or tensor.b.parameters:
+                return None
+        norm_a, norm_of_change = (math.hypot(*one) for one in zip(*norms, strict=True)) if norms else (0.0, 0.0)
+        return norm_of_change / norm_a if 0 < norm_a < math.inf else None
 
     @property
     def counts(self) -> dict[DiffKind, int]:

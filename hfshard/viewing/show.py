@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard._util.text import parse_size, printable
@@ -20,15 +20,24 @@ from hfshard.training.run.reports import as_problems, is_run
 from hfshard.viewing.describe import headline
 from hfshard.viewing.diff_checkpoints import diff_by_digests, diff_checkpoints
 from hfshard.viewing.diff_tensors import Side, side_of
-from hfshard.viewing.inspection import inspect_checkpoint, open_for_viewing
+from hfshard.viewing.inspection import ViewedCheckpoint, inspect_checkpoint, open_for_viewing
+from hfshard.viewing.model_summary import ModelSummary, read_model_summary
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page, with_problem, with_step
 from hfshard.viewing.page.diff_page import make_diff_page, short_names
-from hfshard.viewing.page.page import Page, checked_output, is_path, render_page, write_page
+from hfshard.viewing.page.page import Page, checked_output, describe_model, is_path, render_page, write_page
 from hfshard.viewing.page.run_page import MOST_CHECKPOINTS, StepChange, make_run_page
 from hfshard.viewing.results import CheckpointDiff
-from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints, parts_of, unchanged_bytes
+from hfshard.viewing.run_listing import (
+    ListedCheckpoint,
+    checkpoints_of,
+    list_checkpoints,
+    parts_of,
+    unchanged_bytes,
+)
 from hfshard.viewing.screenshot import ScreenshotOptions, require_chromium, take_screenshot
 from hfshard.viewing.tensor_values import measure_values
+
+_Read = TypeVar("_Read")
 
 
 @wraps_os_errors("checkpoint")
@@ -211,8 +220,61 @@ def page_of_run(
         ]
     is_store = not place_to_check(root).is_read_from_disk
     changes = step_changes([one.path for one in found[-MOST_CHECKPOINTS:]]) if diff else None
-    page = make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store, changes=changes)
+    model, training = outline_of_run(listed)
+    page = make_run_page(
+        root,
+        listed,
+        unchanged_bytes(found),
+        best=best,
+        is_store=is_store,
+        changes=changes,
+        about=describe_model(model),
+        training=training,
+    )
     return replace(page, place=printable(root)) if paths else page
+
+
+def outline_of_run(listed: Sequence[ListedCheckpoint]) -> tuple[ModelSummary | None, str]:
+    """Find what model a run trains, and what changed in it from the first checkpoint to the best or the latest.
+
+    Opens two checkpoints, and more only in place of ones that cannot be opened; reads no tensors.
+
+    Args:
+        listed: The result of `list_checkpoints`.
+
+    Returns:
+        What the later checkpoint's config says; and a printable sentence, "" if digests do not tell.
+    """
+    whole = [one for one in listed if not one.problems]
+    best = [one for one in whole[1:] if one.is_best]
+    for last in (*best, *reversed(whole)):
+        if (found := _open(last.path, _side_and_model)) is not None:
+            side, model = found
+            return model, _change_since_first(whole[: whole.index(last)], last, side)
+    return None, ""
+
+
+def _change_since_first(earlier: Sequence[ListedCheckpoint], last: ListedCheckpoint, side: Side) -> str:
+    for first in earlier:
+        if (side_before := _open(first.path, side_of)) is not None:
+            found = diff_by_digests(side_before, side)
+            if found is None or not found.counts.keys().isdisjoint(("only_in_a", "only_in_b")):
+                return ""
+            return printable(headline(found, f"From step {first.step:,} to step {last.step:,}"))
+    return ""
+
+
+def _side_and_model(viewed: ViewedCheckpoint) -> tuple[Side, ModelSummary | None]:
+    return side_of(viewed), read_model_summary(viewed.checkpoint.folder, viewed.checkpoint.weights.name)
+
+
+def _open(path: str, read: Callable[[ViewedCheckpoint], _Read]) -> _Read | None:
+    """Open a checkpoint of a run and read what it is; None if that fails, of which the list says why."""
+    try:
+        with open_for_viewing(path, CheckpointQuery(), LoadOptions()) as viewed:
+            return read(viewed)
+    except HfshardError:
+        return None
 
 
 def step_changes(paths: Sequence[str]) -> dict[str, StepChange]:
@@ -228,10 +290,7 @@ def step_changes(paths: Sequence[str]) -> dict[str, StepChange]:
     changes: dict[str, StepChange] = {}
     before: Side | None = None
     for path in paths:
-        try:
-            with open_for_viewing(path, CheckpointQuery(), LoadOptions()) as viewed:
-                side = side_of(viewed)
-        except HfshardError:  # the list says what is wrong with it
+        if (side := _open(path, side_of)) is None:
             continue
         found = None if before is None else diff_by_digests(before, side)
         if found is not None:

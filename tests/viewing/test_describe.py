@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from hfshard.viewing.describe import headline, zero_before
+from hfshard.viewing.describe import comparison_method, headline, zero_before
 from hfshard.viewing.results import TensorDiff
 from tests.viewing.reports import BERT, facts, marked, renamed, report_of, tensor_diff, values_of
 
@@ -120,6 +120,29 @@ WRAPPED = [*map(wrapped, LLAMA), *TRAINED]
 )  # fmt: skip
 def test_headline_of(tensors: list[TensorDiff], sentence: str) -> None:
     assert headline(report_of(tensors)) == sentence
+
+
+def test_a_sentence_may_begin_with_a_time() -> None:
+    def sentence(*changed: str) -> str:
+        return headline(report_of(marked(BERT, changed=changed)), "From step 100 to step 2,000")
+
+    assert sentence("layer.10.", "layer.11.") == (
+        "From step 100 to step 2,000, only layers 10-11 of 12 changed: 16 of 100 tensors."
+    )
+    assert sentence("bert", "classifier") == "From step 100 to step 2,000, all 100 tensors changed."
+    assert sentence() == "From step 100 to step 2,000, nothing changed: the same 100 tensors."
+
+
+def test_what_was_read_to_compare_is_told() -> None:
+    found = report_of([*marked("abc"), tensor_diff("only_in_b", "d")])
+
+    assert comparison_method(found) == "Compared by names and digests; no tensor was read."
+    some = replace(found, read_bytes=42_600_000, read_tensors=2)
+    assert comparison_method(some) == "2 tensors were read: 42.6 MB; digests told the others."
+    assert comparison_method(replace(some, read_tensors=3)) == "3 tensors were read: 42.6 MB."
+    assert comparison_method(replace(some, read_tensors=1, merged=found)) == (
+        "1 tensor was read with the adapter's factors: 42.6 MB."
+    )
 
 
 def test_files_and_ties_are_told() -> None:

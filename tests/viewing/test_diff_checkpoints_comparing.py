@@ -147,7 +147,7 @@ def measured(a: torch.Tensor, b: torch.Tensor) -> ValueDiff | None:
         float(numpy.abs(d).max()) if len(d) else 0.0,
         0.0 if not norm_d else float(norm_d / norm_a) if norm_a else math.inf,
         float((x.conj() * y).real.sum() / (norm_a * norm_b)) if norm_a and norm_b else None,
-        nan[0], nan[1], inf[0], inf[1],
+        nan[0], nan[1], inf[0], inf[1], (float(norm_a), float(norm_d)),
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def key_of(tensor: torch.Tensor) -> object:
 def assert_close(found: ValueDiff, expected: ValueDiff) -> None:
     for field in ValueDiff.__slots__:
         one, other = getattr(found, field), getattr(expected, field)
-        if isinstance(other, float):
+        if isinstance(other, float | tuple):
             assert one == pytest.approx(other, rel=1e-7, abs=1e-12), field
         else:
             assert one == other, field

@@ -31,6 +31,7 @@ def test_three_of_four_elements_changed() -> None:
     found = measured(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.tensor([0.0, 4.0, 3.0, 4.0]))
     expected = ValueDiff(4, 3, 4.0, math.sqrt(34) / 5, 16 / (5 * math.sqrt(41)), 0, 0, 0, 0)
     assert_close(found, expected)
+    assert found.norms == pytest.approx((5.0, math.sqrt(34)), rel=1e-15)
 
 
 def test_nan_and_inf_are_counted_and_left_out() -> None:
@@ -44,6 +45,7 @@ def test_nan_and_inf_are_counted_and_left_out() -> None:
 def test_squares_may_leave_the_range_of_float64() -> None:
     huge = measured(torch.tensor([3e200, 4e200], dtype=torch.float64), torch.tensor([3e200, 0.0], dtype=torch.float64))
     assert (huge.max_abs, huge.relative_norm, huge.cosine) == pytest.approx((4e200, 0.8, 0.6), rel=1e-15)
+    assert huge.norms == pytest.approx((5e200, 4e200), rel=1e-15)
     tiny = measured(torch.tensor([3e-300], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     assert (tiny.max_abs, tiny.relative_norm, tiny.cosine) == (3e-300, 1.0, None)
     opposite = measured(torch.tensor([1.5e308], dtype=torch.float64), torch.tensor([-1.5e308], dtype=torch.float64))

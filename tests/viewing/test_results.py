@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 from hfshard.format.index import FileDigest
-from hfshard.viewing.results import FileEntry, TensorEntry, ValueDiff
+from hfshard.viewing.results import FileEntry, TensorDiff, TensorEntry, ValueDiff
 from tests.viewing.page.checkpoints import small_checkpoint
 from tests.viewing.reports import report_of, tensor_diff, values_of
 
 
 def test_json_has_no_infinity() -> None:
-    values = ValueDiff(2, 1, 0.5, float("inf"), None, 0, 1, 0, 0)
+    values = ValueDiff(2, 1, 0.5, float("inf"), None, 0, 1, 0, 0, norms=(0.0, 0.5))
     (shown,) = report_of([tensor_diff("changed", "a", values)]).as_json()["tensors"]
     assert shown["values"] == {
         "elements": 2, "changed": 1, "max_abs": 0.5, "relative_norm": None, "cosine": None,
@@ -29,6 +29,24 @@ def test_a_tensor_is_told_by_its_shape_and_its_elements() -> None:
     assert matrix.as_json() == {
         "name": "w", "dtype": "F32", "shape": [3, 4], "nbytes": 48, "file": "model.safetensors"
     }  # fmt: skip
+
+
+def test_the_norms_of_tensors_add_up_to_that_of_all_of_them() -> None:
+    def of(*norms: tuple[float, float] | None) -> float | None:
+        found = [tensor_diff("changed", "abc"[at], replace(values_of(0.5), norms=one)) for at, one in enumerate(norms)]
+        return report_of(found).relative_norm
+
+    assert of((3.0, 0.0), (4.0, 0.5)) == 0.1
+    assert of((1e200, 0.0), (0.0, 1e200)) == 1.0
+    assert of((3.0, 0.0), None) is None
+    assert of((0.0, 1.0)) is None
+    assert of((math.inf, 1.0)) is None
+    assert of() is None
+    measured = tensor_diff("changed", "a", replace(values_of(0.5), norms=(2.0, 1.0)))
+    empty = TensorEntry("b", "F32", (0,), 0, "model.safetensors")
+    assert report_of([measured, TensorDiff("same", empty, empty)]).relative_norm == 0.5
+    assert report_of([measured, tensor_diff("same", "b")]).relative_norm is None  # it was not read
+    assert report_of([measured, tensor_diff("only_in_b", "b")]).relative_norm is None
 
 
 def test_what_differs_is_everything_but_the_same() -> None:

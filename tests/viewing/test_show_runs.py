@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 import hfshard
 from hfshard._util.text import format_size
@@ -17,8 +19,8 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.page.page import render_page
 from hfshard.viewing.page.run_page import StepChange, make_run_page
-from hfshard.viewing.run_listing import ListedCheckpoint
-from hfshard.viewing.show import show_checkpoint, step_changes
+from hfshard.viewing.run_listing import ListedCheckpoint, checkpoints_of, list_checkpoints
+from hfshard.viewing.show import outline_of_run, page_of_run, show_checkpoint, step_changes
 from tests.servers.stores.buckets import Bucket
 
 
@@ -107,7 +109,9 @@ def test_a_run_in_a_store(bucket: Bucket, store_address: str, tmp_path: Path) ->
     assert facts["checkpoints"] == ["2", "steps 10 to 20"]
     assert facts["latest"][0] == "step 20"
     assert facts["damaged"] == ["none"]
-    assert re.fullmatch(r"[\d.]+ KB were copied there", facts["in the store"][1])
+    assert re.fullmatch(r"[\d.]+ KB unchanged: copied there", facts["in the store"][1])
+    assert "unchanged: copied from one before" in html
+    assert "From step 10 to step 20, only layer 1 of 2 changed: 2 of 4 tensors." in html
     assert re.search(r"<title>step 20: [\d.]+ KB written, [\d.]+ KB copied", html)
     prefix = root.partition(f"/{bucket.name}/")[2]
     [optimizer] = [
@@ -161,6 +165,53 @@ def test_what_changed_is_found_by_digests_or_left_out(tmp_path: Path) -> None:
     for name, scale in (("a", 1), ("b", 2)):
         hfshard.save_state_dict({"weight": torch.ones(4) * scale}, tmp_path / name, checksum=None)
     assert step_changes([str(tmp_path / "a"), str(tmp_path / "b")]) == {}
+
+
+def test_the_page_of_a_run_says_what_model_it_trains_and_what_changed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=2, num_attention_heads=1, intermediate_size=4)
+    model = BertModel(config)
+    parameters = dict(model.named_parameters())
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step, loss in ((1000, 3.0), (2000, 1.0), (3000, 2.0)):
+            with torch.no_grad():
+                parameters["encoder.layer.1.output.dense.bias"].add_(1)
+                if step == 3000:
+                    parameters["pooler.dense.bias"].add_(1)
+            manager.save(step, TrainingState(model=model), metric={"loss": loss})
+
+    page = page_of_run(str(tmp_path / "run"), "loss", "min")
+
+    assert page.about == ("BertModel (bert)", "2 layers × 4", "vocabulary 8", "float32")
+    assert page.view["sentences"] == [
+        "Step 2,000 is the best: loss 1 is the lowest of 3 checkpoints; "
+        "the latest, step 3,000, has 2 (100.0 % higher).",
+        "From step 1,000 to step 2,000, only output.dense.bias of layer 1 of 2 changed: 1 of 39 tensors.",
+    ]
+    assert page_of_run(str(tmp_path / "run"), None, "min").view["sentences"] == [
+        "From step 1,000 to step 3,000, only output.dense.bias of layer 1 of 2 and pooler.dense.bias changed: "
+        "2 of 39 tensors.",
+    ]
+    of_first = page_of_run(str(tmp_path / "run"), "loss", "max").view["sentences"]
+    assert of_first[1].startswith("From step 1,000 to step 3,000, only ")
+
+
+def test_what_training_changed_is_left_out_where_digests_do_not_tell(tmp_path: Path) -> None:
+    save_run(tmp_path / "run")
+    listed = list_checkpoints(checkpoints_of(str(tmp_path / "run")))
+    assert outline_of_run(listed) == (None, "From step 10 to step 20, only layer 1 of 2 changed: 2 of 4 tensors.")
+    assert outline_of_run(listed[:1]) == (None, "")
+
+    gone = replace(listed[0], path=str(tmp_path / "missing"), step=5)
+    assert outline_of_run([gone, *listed, gone])[1].startswith("From step 10 to step 20, only layer 1 ")
+    same = replace(listed[1], step=30)
+    assert outline_of_run([listed[1], same])[1] == "From step 20 to step 30, nothing changed: the same 4 tensors."
+    for name, tensors in (("a", {"w": 1}), ("b", {"w": 2}), ("c", {"w": 1, "x": 1})):
+        state_dict = {fqn: torch.full((4,), float(value)) for fqn, value in tensors.items()}
+        hfshard.save_state_dict(state_dict, tmp_path / name, checksum=None)
+    of = {name: replace(listed[0], path=str(tmp_path / name)) for name in "abc"}
+    assert outline_of_run([of["a"], of["b"]]) == (None, "")
+    assert outline_of_run([of["a"], of["c"]]) == (None, "")
 
 
 def test_changes_are_for_runs_alone(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any, Final
 
-from hfshard._util.text import format_size, printable
-from hfshard.viewing.describe import abbreviate_name, headline, zero_before
+from hfshard._util.text import printable
+from hfshard.viewing.describe import abbreviate_name, comparison_method, headline, zero_before
+from hfshard.viewing.model_summary import ModelSummary
 from hfshard.viewing.module_tree import (
     LayerGrid,
     LayerStack,
@@ -19,7 +20,7 @@ from hfshard.viewing.module_tree import (
     split_name,
     without_numbers,
 )
-from hfshard.viewing.page.page import Fact, Page, describe_model, printable_value, share_text
+from hfshard.viewing.page.page import Fact, Page, describe_model, percent_text, printable_value, share_text
 from hfshard.viewing.results import FROM_ZERO, KIND_WORDS, CheckpointDiff, DiffKind, NormScale, TensorDiff, ValueDiff
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
@@ -63,19 +64,19 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     listed = _listed(found.differing)
     labels, folds = _fold_layers(listed, grid)
     columns, same_in_all = _columns(listed)
-    model_a, model_b = map(describe_model, found.models)
-    models_differ = whole.merged is None and model_a != model_b
+    models = [describe_model(model) for model in whole.models]
+    about = describe_model(found.models[1]) if whole.merged or models[0] == models[1] else ()
     return Page(
         kind="diff",
         title=printable((" + " if whole.merged else " → ").join(short_names(found.a, found.b))),
-        about=() if models_differ else model_b,
+        about=about,
         facts=_facts(whole),
         view={
             "kind": "adapter and its base" if whole.merged else "what differs",
-            "measure": "|update| / |weight|" if whole.merged else "|b − a| / |a|",
+            "measure": _measure_of_updates(found.models[1]) if whole.merged else "|b − a| / |a|, log scale",
             "places": [
-                ("A", printable(whole.a), model_a if models_differ else ()),
-                ("B", printable(whole.b), model_b if models_differ else ()),
+                (side, printable(place), model if model != about else ())
+                for side, place, model in zip("AB", (whole.a, whole.b), models, strict=True)
             ],
             "sentences": [
                 printable_value(text) for text in (headline(whole), zero_before(found), _hint(found)) if text
@@ -83,6 +84,7 @@ def make_diff_page(found: CheckpointDiff) -> Page:
             "kinds": [(kind, KIND_WORDS[kind], found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "columns": columns,
             "same_in_all": same_in_all,
+            "method": comparison_method(whole),
             "has_values": found.has_values,
             "has_folds": bool(labels),
             "more": len(found.differing) - len(listed),
@@ -120,19 +122,26 @@ def _facts(whole: CheckpointDiff) -> tuple[Fact, ...]:
         facts.insert(0, _adapter_fact(whole, whole.merged))
     for kind in reversed(_KINDS[1:]):
         if kind in counts:
-            note = (
-                f"{_share_of_b(found)} of {'the base' if whole.merged else 'B'}'s parameters"
-                if kind == "changed"
-                else ""
-            )
-            facts.append(Fact(KIND_WORDS[kind], f"{counts[kind]:,}", note))
+            label, note = KIND_WORDS[kind], ""
+            if kind == "changed":
+                label = "weights changed" if whole.merged else label
+                note = f"they hold {_share_of_b(found)} of {'the base' if whole.merged else 'B'}'s parameters"
+            facts.append(Fact(label, f"{counts[kind]:,}", note))
+    if found.relative_norm is not None:
+        facts.append(Fact("change of the model", percent_text(found.relative_norm), "relative norm of all tensors"))
     measured = [(tensor.values.relative_norm, tensor.name) for tensor in found.tensors if tensor.values is not None]
     finite = [(norm, name) for norm, name in measured if math.isfinite(norm)]
     if finite:
         norm, name = max(finite, key=lambda one: one[0])
-        facts.append(Fact("largest change", f"{norm:.3g}", f"relative norm of {printable_value(name)[:200]}"))
-    note = "" if whole.read_bytes else "the digests sufficed"
-    return (*facts, Fact("read to compare", format_size(whole.read_bytes), note))
+        facts.append(Fact("largest change", percent_text(norm), f"relative norm of {printable_value(name)[:200]}"))
+    return tuple(facts)
+
+
+def _measure_of_updates(adapter: ModelSummary | None) -> str:
+    """Say what the shades of a LoRA measure."""
+    by_rank = adapter.alpha / adapter.rank if adapter and adapter.alpha and adapter.rank else None
+    divisor = "rank" if adapter is None or adapter.scale == by_rank else "√rank"
+    return f"|update| / |weight|, log scale; the update includes alpha / {divisor}"
 
 
 def _adapter_fact(whole: CheckpointDiff, merged: CheckpointDiff) -> Fact:
@@ -215,7 +224,7 @@ def _legend(drawn: Sequence[Mapping[str, Any]], scale: NormScale) -> dict[str, A
     has_shades = any(kind == "changed" and shade for kind, shade, _ in cells)
     return {
         "signs": [(kind, KIND_WORDS[kind]) for kind in _KINDS if kind in plain],
-        "ramp": [f"{scale.norm_of(level, _SHADES):.2g}" for level in range(1, _SHADES + 1)] if has_shades else [],
+        "ramp": [percent_text(scale.norm_of(level + 1, _SHADES), 2) for level in range(_SHADES)] if has_shades else [],
         "has_below": any(side < 0 for _, _, side in cells),
         "has_above": any(side > 0 for _, _, side in cells),
     }
@@ -304,6 +313,10 @@ def _norm(values: ValueDiff) -> float | str:
     return FROM_ZERO if values.was_zero else _number(values.relative_norm)
 
 
+def _norm_text(values: ValueDiff) -> str:
+    return FROM_ZERO if values.was_zero else percent_text(values.relative_norm)
+
+
 def _turn(tensor: TensorDiff) -> float | str | None:
     """Return 1 - cosine to the digits that are known of the cosine, which is computed in float32 for small dtypes."""
     if tensor.values is None or tensor.values.cosine_distance is None:
@@ -333,7 +346,7 @@ def _of_values(text: Callable[[ValueDiff], str]) -> Callable[[TensorDiff], str]:
 
 
 _COLUMNS: Final = (
-    Column("norm", "relative norm", True, _of_values(lambda values: f"relative norm {_norm(values)}")),
+    Column("norm", "relative norm", True, _of_values(lambda values: f"relative norm {_norm_text(values)}")),
     Column("max", "max |b − a|", True, _of_values(lambda values: f"max |b − a| {_number(values.max_abs)}")),
     Column("turn", "1 − cosine", True, lambda tensor: "" if _turn(tensor) is None else f"1 − cosine {_turn(tensor)}"),
     Column(

@@ -95,10 +95,21 @@ def describe_model(model: ModelSummary | None) -> tuple[str, ...]:
     return tuple(map(printable, shown.describe()))
 
 
-def share_text(part: int, whole: int) -> str:
+def share_text(part: float, whole: float) -> str:
     """Format a share as a percentage."""
     percent = 100 * part / whole if whole else 0.0
     return "under 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
+
+
+def percent_text(share: float, digits: int = 3) -> str:
+    """Format a finite number as a percentage that has as many digits, and all before the point."""
+    percent = 100 * share
+    is_long = 100 <= percent < _LARGEST_PERCENT
+    return f"{percent:,.0f} %" if is_long else f"{percent:.{digits}g} %"
+
+
+_LARGEST_PERCENT: Final = 1e6
+"""From it on, percentages are written with an exponent."""
 
 
 def printable_value(value: Any) -> str:

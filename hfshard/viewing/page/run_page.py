@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from typing import Final
 
 from hfshard._util.text import count_of, format_size, printable
-from hfshard.viewing.page.page import Fact, Page, is_path, name_of, printable_value
+from hfshard.viewing.page.page import Fact, Page, is_path, name_of, printable_value, share_text
 from hfshard.viewing.run_listing import ListedCheckpoint, Part, metrics_text
 
 MOST_CHECKPOINTS: Final = 500
@@ -25,6 +25,8 @@ _MOST_PROBLEMS: Final = 5
 _PARTS: Final[tuple[Part, ...]] = ("model", "optimizer", "state", "other")
 _LEAST_RANGE: Final = 3.0
 """The least ratio of a metric's greatest value to its least for which a logarithmic scale is offered."""
+_MOST_TIMES: Final = 10
+"""The multiple of the best value from which on the latest one is not compared by a percentage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def make_run_page(
     best: str | None = None,
     is_store: bool = False,
     changes: Mapping[str, StepChange] | None = None,
+    about: tuple[str, ...] = (),
+    training: str = "",
 ) -> Page:
     """Build the page of a run's checkpoints.
 
@@ -102,13 +106,15 @@ def make_run_page(
         best: The metric that selects the checkpoint marked as the best.
         is_store: Whether it is in a store, where unchanged files are copied rather than linked.
         changes: Path of a checkpoint -> what changed since the one before, as far as it is known; None: not asked for.
+        about: What the model is, in a few words each.
+        training: What changed since the first, in one printable sentence; "": that is unknown.
     """
     latest = listed[-MOST_CHECKPOINTS:]
     names = sorted({name for one in latest for name in one.metrics}, key=lambda name: (name != best, name))
     has_columns = len(names) <= _MOST_COLUMNS and all(len(name) <= _LONGEST_HEAD for name in names)
-    linked_word = "copied" if is_store else "linked"
+    unchanged_word = "copied" if is_store else "unchanged"
     rows = [_row(number, one, unchanged.get(one.path), changes or {}) for number, one in enumerate(latest)]
-    columns = [*(_metric_columns(latest, names) if has_columns else ()), *_byte_columns(latest, rows, linked_word)]
+    columns = [*(_metric_columns(latest, names) if has_columns else ()), *_byte_columns(latest, rows, unchanged_word)]
     columns += _save_columns(latest)
     measured = [row for row in rows if row.size is not None]
     bars = bars_of([(row.written or 0, row.linked or 0) for row in measured])
@@ -119,6 +125,7 @@ def make_run_page(
         title=name_of(root),
         place="" if is_path(root) else printable(root),
         facts=_facts(listed, unchanged, best, is_store=is_store),
+        about=about,
         view={
             "rows": rows,
             "is_by_step": all(before.step < after.step for before, after in pairwise(rows)),
@@ -130,7 +137,7 @@ def make_run_page(
             "has_log": any(line.log is not None for line in lines[:_MOST_METRICS]),
             "more_lines": max(0, len(lines) - _MOST_METRICS),
             "best_row": best_row,
-            "sentence": _best_sentence(listed, best),
+            "sentences": [text for text in (_best_sentence(listed, best), training) if text],
             "columns": [column for column in columns if column.constant is None and any(c.text for c in column.cells)],
             "constants": [(column.head, column.constant) for column in columns if column.constant is not None],
             "lists_metrics": bool(names) and not has_columns,
@@ -139,7 +146,8 @@ def make_run_page(
             "unknown_changes": sum(row.change is None for row in rows[1:]),
             "height": HEIGHT,
             "bar_height": BAR_HEIGHT,
-            "linked_word": linked_word,
+            "unchanged_word": unchanged_word,
+            "is_store": is_store,
         },
     )
 
@@ -150,9 +158,23 @@ def _best_sentence(listed: Sequence[ListedCheckpoint], best: str | None) -> str:
     if best is None or found is None:
         return ""
     values = [value for one in listed if math.isfinite(value := one.metrics.get(best, math.nan))]
-    extreme = "lowest" if found.metrics[best] == min(values) else "highest"
-    shown = printable_value(metrics_text({best: found.metrics[best]}))
-    return f"Step {found.step:,} is the best: {shown} is the {extreme} of {count_of(len(values), 'checkpoint')}."
+    value = found.metrics[best]
+    extreme = "lowest" if value == min(values) else "highest"
+    shown = printable_value(metrics_text({best: value}))
+    sentence = f"Step {found.step:,} is the best: {shown} is the {extreme} of {count_of(len(values), 'checkpoint')}"
+    latest = next((one for one in listed if one.is_latest and best in one.metrics), None)
+    if latest is None or latest is found:
+        return f"{sentence}."
+    return f"{sentence}; the latest, step {latest.step:,}, has {_compared_text(latest.metrics[best], value)}."
+
+
+def _compared_text(value: float, best: float) -> str:
+    """Write a value, and by how much it is worse than the best one, if that is a percentage that says something."""
+    if value == best:
+        return "the same"
+    if value * best > 0 and abs(value) < _MOST_TIMES * abs(best):
+        return f"{value:.6g} ({share_text(abs(value - best), abs(best))} {'higher' if value > best else 'lower'})"
+    return f"{value:.6g}"
 
 
 def _alike(changed: Sequence[_Row]) -> list[list[_Row]]:
@@ -165,7 +187,7 @@ def _facts(
 ) -> tuple[Fact, ...]:
     total = sum(one.size or 0 for one in listed)
     linked = sum(unchanged.values())
-    note = f"{format_size(linked)} more are linked" if linked else "nothing is linked"
+    note = f"{format_size(linked)} more unchanged: stored once" if linked else ""
     latest = next((one for one in listed if one.is_latest), None)
     damaged = sum(one.is_damaged for one in listed)
     unfinished = sum(one.is_unfinished for one in listed)
@@ -175,7 +197,7 @@ def _facts(
         _latest_fact(latest, best),
         Fact("checkpoints", f"{len(listed):,}", f"steps {min(steps):,} to {max(steps):,}"),
         Fact("in the store" if is_store else "on disk", format_size(total if is_store else total - linked),
-             f"{format_size(linked)} were copied there" if is_store else note),
+             f"{format_size(linked)} unchanged: copied there" if is_store and linked else note),
         Fact("damaged", f"{damaged:,}" if damaged else "none", f"{unfinished:,} more unfinished" if unfinished else ""),
     )  # fmt: skip
 
@@ -229,10 +251,10 @@ def aligned(values: Sequence[float | None]) -> list[str]:
     return ["" if value is None else f"{value:.{decimals}f}" for value in values]
 
 
-def _byte_columns(latest: Sequence[ListedCheckpoint], rows: Sequence[_Row], linked_word: str) -> Iterator[Column]:
+def _byte_columns(latest: Sequence[ListedCheckpoint], rows: Sequence[_Row], unchanged_word: str) -> Iterator[Column]:
     yield Column("size", tuple(_byte_cell(row.size) for row in rows))
     yield Column("written", tuple(_byte_cell(row.written) for row in rows))
-    yield Column(linked_word, tuple(_byte_cell(row.linked) for row in rows))
+    yield Column(unchanged_word, tuple(_byte_cell(row.linked) for row in rows))
     parts = [{part.part: part.nbytes for part in one.parts} for one in latest]
     for part in _PARTS:
         yield Column(part, tuple(_byte_cell(sizes.get(part)) for sizes in parts))
@@ -458,13 +480,20 @@ def line_of(metric: str, listed: Sequence[ListedCheckpoint], best: str | None = 
 
 
 def _readings(values: Sequence[tuple[ListedCheckpoint, float]], metric: str, best: str | None) -> Iterator[Reading]:
-    """Yield the best and the latest value of a metric; without a best checkpoint, its extremes."""
-    if any(one.is_best for one, _ in values):
-        word = "best" if metric == best else "at the best"
-        yield from (Reading(word, f"{value:.4g}", one.step, "best") for one, value in values if one.is_best)
-    else:
-        for word, choose in (("lowest", min), ("highest", max)):
-            one, value = choose(values, key=lambda found: found[1])
+    """Yield the best and the latest value of a metric, and its extremes where they are others.
+
+    A metric that does not select the best checkpoint has one extreme, in the direction in which it moved until then.
+    """
+    extremes: list[tuple[str, Callable[..., tuple[ListedCheckpoint, float]]]] = [("lowest", min), ("highest", max)]
+    at_best = next(((one, value) for one, value in values if one.is_best), None)
+    if at_best is not None:
+        one, value = at_best
+        yield Reading("best" if metric == best else "at the best", f"{value:.4g}", one.step, "best")
+        first = values[0][1]
+        extremes = [] if metric == best or value == first else extremes[value > first :][:1]
+    for word, choose in extremes:
+        one, value = choose(values, key=lambda found: found[1])
+        if at_best is None or value != at_best[1]:
             yield Reading(word, f"{value:.4g}", one.step)
     yield from (Reading("latest", f"{value:.4g}", one.step, "latest") for one, value in values if one.is_latest)
 

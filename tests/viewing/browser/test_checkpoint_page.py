@@ -194,6 +194,25 @@ def test_labels_tell_names_with_the_same_end_apart(browser_page: Page, tmp_path:
         assert (len(labels), len(set(labels)), least) == (24, 24, 12), labels
 
 
+def test_a_word_has_one_form_in_the_labels_of_siblings(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    kinds = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+    names = [f"encoder.layer.{layer}.{kind}.weight" for layer in range(6) for kind in kinds]
+    wide = [f"encoder.layer.{layer}.{kind}.dense.weight" for layer in range(6) for kind in ("intermediate", "output")]
+    tensors = [tensor(name, 384, 1536) for name in wide] + [tensor(name, 384, 384) for name in names]
+    found = inspection_of([tensor("embeddings.word.weight", 30_522, 384), *tensors])
+    for width in (1180, 1100):
+        page.set_viewport_size({"width": width, "height": 844})
+        open_page(page, found, tmp_path)
+
+        labels = page.locator("#treemap .tensor > .label").all_inner_texts()
+
+        split = [label.split(".") for label in labels if label.startswith("a")]
+        assert (len(split), {parts[-1] for parts in split}) == (24, {"query", "key", "value", "dense"})
+        assert {parts[0] for parts in split} in ({"attention"}, {"atte"}, {"att"}, {"a"})
+        assert sum(label.startswith("output.dense") for label in labels) == 6  # not a sibling of theirs
+
+
 def test_colours_are_by_dtype_or_file_in_light_and_dark(browser_page: Page, tmp_path: Path) -> None:
     page = browser_page
     open_page(page, small_checkpoint(), tmp_path)

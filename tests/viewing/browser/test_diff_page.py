@@ -13,6 +13,7 @@ from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.page import render_page
 from hfshard.viewing.results import ValueDiff
 from hfshard.viewing.show import show_checkpoint
+from tests.viewing.adapters import make_adapter, make_base
 from tests.viewing.browser.diffs import HOSTILE, make_two
 from tests.viewing.reports import report_of, tensor_diff
 
@@ -106,7 +107,7 @@ def test_values_shade_the_grid_by_what_it_shows(browser_page: Page, values_file:
 
     assert shades(browser_page, "attn.q.weight") == ["k-same"] * 3 + ["s3", "s5", "s7", "s9"]
     assert shades(browser_page, "attn.q.bias") == ["k-same"] * 3 + ["s1", "s3", "s5", "s7"]
-    assert browser_page.locator(".ramp b").all_inner_texts() == ["1e-05", "0.1"]  # not the head's 10
+    assert browser_page.locator(".ramp b").all_inner_texts() == ["0.001 %", "10 %"]  # not the head's 1,000 %
     assert browser_page.locator("tr.role").all_inner_texts() == ["attention", "norms"]
     box = browser_page.locator(".grid").bounding_box()
     assert box is not None
@@ -118,7 +119,7 @@ def test_a_cell_prints_its_value_under_the_mouse_and_with_the_focus(browser_page
     pointer = browser_page.locator("#tip")
 
     browser_page.locator("td.s9").hover()
-    assert pointer.inner_text() == "h.6.attn.q.weight\nchanged · relative norm 0.100"
+    assert pointer.inner_text() == "h.6.attn.q.weight\nchanged · relative norm 10.0 %"
     browser_page.locator("h1").hover()
     assert pointer.is_hidden()
     browser_page.locator(".grid td[tabindex='0']").focus()
@@ -126,9 +127,9 @@ def test_a_cell_prints_its_value_under_the_mouse_and_with_the_focus(browser_page
     assert pointer.inner_text() == "h.0.attn.q.bias\nsame"
     for _ in range(3):
         browser_page.keyboard.press("ArrowRight")
-    assert pointer.inner_text() == "h.3.attn.q.bias\nchanged · relative norm 1.00e-5"
+    assert pointer.inner_text() == "h.3.attn.q.bias\nchanged · relative norm 0.00100 %"
     label = browser_page.evaluate("document.activeElement.getAttribute('aria-label')")
-    assert label == "layer 3, attn.q.bias: changed, relative norm 1.00e-5"
+    assert label == "layer 3, attn.q.bias: changed, relative norm 0.00100 %"
 
 
 def test_headers_sort_by_mouse_and_by_keyboard(browser_page: Page, values_file: Path) -> None:
@@ -153,7 +154,10 @@ def test_headers_sort_by_mouse_and_by_keyboard(browser_page: Page, values_file: 
 def test_folded_layers_open(browser_page: Page, values_file: Path) -> None:
     browser_page.goto(values_file.as_uri())
     text = browser_page.locator("#list tr").nth(1).inner_text().split()
-    assert text[:4] == ["h.{3-6}.attn.q.weight", "4", "tensors", "0.100"]
+    assert text[:5] == ["h.{3-6}.attn.q.weight", "4", "tensors", "10.0", "%"]
+    assert browser_page.locator("#list tr").first.inner_text().split()[:3] == ["head.weight", "1,000", "%"]
+    assert browser_page.locator("#list tr").nth(3).inner_text().split()[:3] == ["head.bias", "from", "0"]
+    assert browser_page.locator("#method").inner_text() == "10 tensors were read: 4.4 KB; digests told the others."
     assert "In every row: changed · F32 · 100.0 % of elements changed" in browser_page.locator("main").inner_text()
 
     browser_page.get_by_role("button", name="Tensors of h.{3-6}.attn.q.weight").press("Enter")
@@ -190,7 +194,7 @@ def test_a_chosen_cell_leaves_its_own_row_until_all_are_asked_for(browser_page: 
     browser_page.locator("td.s9").click()
     assert names(browser_page) == ["h.6.attn.q.weight"]
     cells = browser_page.locator("#list td").all_inner_texts()
-    assert cells == ["h.6.attn.q.weight", "0.100", cells[2], cells[3], "8 × 8"]
+    assert cells == ["h.6.attn.q.weight", "10.0 %", cells[2], cells[3], "8 × 8"]
     assert browser_page.locator("#chosen").inner_text() == "Only h.6.attn.q.weight Show all"
     browser_page.get_by_role("button", name="Show all").click()
     assert (len(names(browser_page)), browser_page.locator("#chosen").is_visible()) == (4, False)
@@ -268,3 +272,15 @@ def test_nothing_of_a_diff_sticks_out(browser_page: Page, page_file: Path, width
     browser_page.goto(page_file.as_uri())
 
     assert browser_page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_legend_of_an_adapter_wraps(browser_page: Page, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "mine")
+    show_checkpoint(adapter, tmp_path / "diff.html", against=make_base(tmp_path / "base"), values=True)
+    browser_page.set_viewport_size({"width": 390, "height": 844})
+    browser_page.goto((tmp_path / "diff.html").as_uri())
+
+    legend = browser_page.locator(".ramp > span").first.inner_text()
+
+    assert legend == "relative norm |update| / |weight|, log scale; the update includes alpha / rank"
+    assert browser_page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -69,7 +69,8 @@ def test_a_card_of_a_run_has_two_metrics_side_by_side(browser_page: Page, tmp_pa
     assert first is not None
     assert second is not None
     assert first["y"] == second["y"]
-    assert lowest_edge(browser_page, "figure") < 630
+    assert first["height"] == second["height"]
+    assert lowest_edge(browser_page, "figure .tick") < 630
 
 
 def test_a_card_of_a_run_with_one_metric_takes_the_width(browser_page: Page, tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+import hfshard
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
 from hfshard.viewing.model_summary import ModelSummary
 from hfshard.viewing.page.diff_page import make_diff_page
@@ -35,7 +38,7 @@ def test_shades_span_what_changed_however_little() -> None:
     assert stack["shades"] == [[1, 3, 5, 7, 9, 9, 1, 0]]
     assert stack["sides"] == [[0, 0, 0, 0, 0, 1, 0, 0]]
     assert stack["norms"] == [[1e-7, 1e-6, 1e-5, 1e-4, 1e-3, "from 0", 0.0, None]]
-    assert page.view["ramp"][::4] == ["1e-07", "1e-05", "0.001"]
+    assert page.view["ramp"][::4] == ["1e-05 %", "0.001 %", "0.1 %"]
     assert (page.view["has_below"], page.view["has_above"]) == (False, True)
     assert page.view["signs"] == [("same", "same")]
 
@@ -45,7 +48,7 @@ def test_what_is_not_in_the_grid_does_not_stretch_its_shades() -> None:
     page = make_diff_page(report_of(tensor_diff("changed", name, values_of(norm)) for name, norm in norms.items()))
 
     assert page.data["stacks"][0]["shades"] == [[1, 9]]
-    assert (page.view["ramp"][0], page.view["ramp"][-1]) == ("0.001", "0.01")
+    assert (page.view["ramp"][0], page.view["ramp"][-1]) == ("0.1 %", "1 %")
     assert (page.view["has_below"], page.view["has_above"]) == (False, False)
 
 
@@ -71,7 +74,8 @@ def test_a_name_in_several_pairs_has_the_largest_norm_on_the_scale() -> None:
     page = make_diff_page(report_of(found))
 
     assert page.data["stacks"][0]["shades"] == [[1, 9]]
-    assert page.view["ramp"][::2] == ["0.001", "0.0032", "0.01", "0.032", "0.1"]
+    assert page.view["ramp"][::2] == ["0.1 %", "0.32 %", "1 %", "3.2 %", "10 %"]
+    assert page.view["measure"] == "|b − a| / |a|, log scale"
 
 
 def test_the_largest_changes_come_first_and_what_was_zero_is_a_sentence() -> None:
@@ -80,8 +84,9 @@ def test_the_largest_changes_come_first_and_what_was_zero_is_a_sentence() -> Non
 
     facts = [(fact.label, fact.value, fact.note) for fact in page.facts]
     assert facts[1:3] == [
-        ("changed", "4", "100.0 % of B's parameters"), ("largest change", "0.02", "relative norm of a.weight"),
-    ]  # fmt: skip
+        ("changed", "4", "they hold 100.0 % of B's parameters"),
+        ("largest change", "2 %", "relative norm of a.weight"),
+    ]
     assert [(row[0], row[8]) for row in page.data["tensors"]] == [
         ("a.weight", 0.02), ("b.weight", 0.01), ("b.bias", "from 0"), ("a.bias", "from 0"),
     ]  # fmt: skip
@@ -147,7 +152,7 @@ def test_a_column_that_says_one_thing_is_a_sentence() -> None:
     none = make_diff_page(report_of(marked("ab")))
 
     assert several.data["columns"] == ["max", "share"]
-    assert several.view["same_in_all"] == ["changed", "F32", "2", "relative norm 0.5", "1 − cosine 0.0"]
+    assert several.view["same_in_all"] == ["changed", "F32", "2", "relative norm 50 %", "1 − cosine 0.0"]
     assert one.data["columns"] == ["norm", "max", "turn", "share", "kind", "dtype", "shape"]
     assert one.view["same_in_all"] == []
     assert (none.data["columns"], none.view["same_in_all"]) == ([], [])
@@ -181,11 +186,52 @@ def test_an_adapter_beside_its_base_is_shown_as_what_it_changes_there(tmp_path: 
     assert [(fact.label, fact.value, fact.note) for fact in page.facts[:3]] == [
         ("adapter's parameters", "28", "51.9 % of the base's"),
         ("tensors", "6", "5 are the same"),
-        ("changed", "1", "22.2 % of the base's parameters"),
+        ("weights changed", "1", "they hold 22.2 % of the base's parameters"),
     ]
+    assert page.view["measure"] == "|update| / |weight|, log scale; the update includes alpha / rank"
+    assert page.view["method"] == "2 tensors were read with the adapter's factors: 208 B."
     [stack] = page.data["stacks"]
     assert (stack["name"], stack["norms"]) == ("h", [[0.5, 0.0], [None, None], [None, None]])
     assert [row[0] for row in page.data["tensors"]] == ["h.0.q.weight"]
+
+
+def test_an_adapter_and_its_base_are_both_described(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    (base / "config.json").write_text('{"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 4}')
+    adapter = make_adapter(tmp_path / "mine", use_rslora=True)
+
+    page = make_diff_page(diff_checkpoints(base, adapter, values=True))
+    turned = make_diff_page(diff_checkpoints(adapter, base, values=True))
+
+    assert page.about == turned.about == ("LoRA adapter", "rank 2", "alpha 4", "on q")
+    assert [model for _, _, model in page.view["places"]] == [("bert", "2 layers × 4"), ()]
+    assert [model for _, _, model in turned.view["places"]] == [(), ("bert", "2 layers × 4")]
+    assert page.view["measure"] == "|update| / |weight|, log scale; the update includes alpha / √rank"
+
+
+def test_the_change_of_the_model_is_a_figure_where_all_tensors_were_read(tmp_path: Path) -> None:
+    base = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 12.0])}
+    for name, tensors in {
+        "base": base,
+        "all": {"a": base["a"] + torch.tensor([0.5, 0.0]), "b": base["b"] + torch.tensor([1.2, 0.0])},
+        "some": base | {"a": base["a"] * 2},
+    }.items():
+        hfshard.save_state_dict(tensors, tmp_path / name)
+
+    of_all, of_some = (
+        make_diff_page(diff_checkpoints(tmp_path / "base", tmp_path / name, values=True)) for name in ("all", "some")
+    )
+
+    assert [(fact.label, fact.value, fact.note) for fact in of_all.facts[2:]] == [
+        ("change of the model", "10 %", "relative norm of all tensors"),  # 1.3 of 13
+        ("largest change", "10 %", "relative norm of b"),
+    ]
+    assert of_all.view["method"] == "2 tensors were read: 32 B."
+    assert [(fact.label, fact.value) for fact in of_some.facts[2:]] == [("largest change", "100 %")]
+    assert of_some.view["method"] == "1 tensor was read: 16 B; digests told the others."
+    assert make_diff_page(diff_checkpoints(tmp_path / "base", tmp_path / "all")).view["method"] == (
+        "Compared by names and digests; no tensor was read."
+    )
 
 
 def test_without_values_an_adapter_is_told_how_to_see_what_it_changes(tmp_path: Path) -> None:

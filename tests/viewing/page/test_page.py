@@ -9,10 +9,19 @@ import pytest
 
 from hfshard.errors import FileError, InvalidPathError
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.page import checked_output, name_of, render_page, write_page
+from hfshard.viewing.page.page import checked_output, name_of, percent_text, render_page, write_page
 from tests.viewing.page.checkpoints import small_checkpoint
 
 PAGE = render_page(make_checkpoint_page(small_checkpoint()))
+
+
+def test_percentages_have_three_digits_and_all_before_the_point() -> None:
+    shares = (0.0178, 0.0246, 0.000231, 1e-7, 0.0, 1.0, 5.5, 81.0, 12_345.678, 1e9)
+
+    assert [percent_text(share) for share in shares] == [
+        "1.78 %", "2.46 %", "0.0231 %", "1e-05 %", "0 %", "100 %", "550 %", "8,100 %", "1.23e+06 %", "1e+11 %",
+    ]  # fmt: skip
+    assert [percent_text(share, 2) for share in shares[:3]] == ["1.8 %", "2.5 %", "0.023 %"]
 
 
 def test_page_replaces_a_page_and_keeps_its_mode(tmp_path: Path) -> None:

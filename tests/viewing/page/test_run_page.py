@@ -90,6 +90,19 @@ def test_a_line_names_the_best_and_the_latest_value() -> None:
     assert other.readings[0] == Reading("at the best", "0.1", 200, "best")
 
 
+def test_a_metric_that_does_not_select_names_the_end_that_it_moved_to() -> None:
+    def words(*values: float, best: int = 20) -> list[tuple[str, int]]:
+        steps = zip((10, 20, 30, 40), values, strict=True)
+        line = line_of("loss", listed(*steps, best=best, latest=40), "accuracy")
+        assert line is not None
+        return [(reading.word, reading.step) for reading in line.readings[1:-1]]
+
+    assert words(0.5, 0.75, 1.0, 0.25) == [("highest", 30)]
+    assert words(0.5, 0.25, 0.125, 1.0) == [("lowest", 30)]
+    assert words(0.5, 1.0, 0.75, 0.25) == []  # the best one has it
+    assert words(0.5, 0.25, 0.125, 1.0, best=10) == []  # it has not moved yet
+
+
 def test_values_as_far_apart_or_as_close_as_can_be() -> None:
     line = line_of("loss", listed((1, -1.7e308), (2, 1.7e308)))
 
@@ -117,14 +130,37 @@ def test_a_column_that_says_the_same_in_every_row_is_constant() -> None:
 def test_a_sentence_says_which_step_is_the_best_and_by_what() -> None:
     values = ((100, 1.5), (200, 0.25), (300, math.nan), (400, 0.5))
 
-    def sentence(best: int | None, metric: str | None = "loss") -> str:
-        page = make_run_page("/run", listed(*values, best=best, latest=400), {}, best=metric)
-        return str(page.view["sentence"])
+    def sentences(best: int | None, metric: str | None = "loss", training: str = "") -> list[str]:
+        page = make_run_page("/run", listed(*values, best=best, latest=400), {}, best=metric, training=training)
+        return list(page.view["sentences"])
 
-    assert sentence(200) == "Step 200 is the best: loss 0.25 is the lowest of 3 checkpoints."
-    assert sentence(100) == "Step 100 is the best: loss 1.5 is the highest of 3 checkpoints."
-    assert sentence(None) == ""
-    assert sentence(200, None) == ""
+    assert sentences(200) == [
+        "Step 200 is the best: loss 0.25 is the lowest of 3 checkpoints; "
+        "the latest, step 400, has 0.5 (100.0 % higher).",
+    ]
+    assert sentences(100) == [
+        "Step 100 is the best: loss 1.5 is the highest of 3 checkpoints; the latest, step 400, has 0.5 (66.7 % lower).",
+    ]
+    assert sentences(400) == ["Step 400 is the best: loss 0.5 is the highest of 3 checkpoints."]
+    assert sentences(None) == []
+    assert sentences(200, None, "From step 100 to step 400, layer 1 changed.") == [
+        "From step 100 to step 400, layer 1 changed."
+    ]
+
+
+def test_the_latest_is_compared_by_a_percentage_where_that_says_something() -> None:
+    def ending(best: float, latest: float) -> str:
+        page = make_run_page("/run", listed((1, best), (2, latest), best=1, latest=2), {}, best="loss")
+        return str(page.view["sentences"][0]).partition(", has ")[2]
+
+    assert ending(0.44859, 0.52106) == "0.52106 (16.2 % higher)."
+    assert ending(-2.0, -1.0) == "-1 (50.0 % higher)."
+    assert ending(0.5, 0.50001) == "0.50001 (under 0.1 % higher)."
+    assert ending(0.5, 0.5) == "the same."
+    assert ending(0.0, 0.5) == "0.5."
+    assert ending(-0.5, 0.5) == "0.5."
+    assert ending(0.5, 5.0) == "5."
+    assert ending(0.5, math.nan) == "nan."
 
 
 def test_a_run_whose_saves_are_not_in_the_order_of_steps_is_not_said_to_be_sorted_by_them() -> None:

@@ -16,6 +16,13 @@ function formatNumber(value) {
   return Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6 ? value.toExponential(2) : value.toPrecision(3);
 }
 
+/** A relative norm as a percentage; a text, as for a change from zero, stays. */
+function formatNorm(norm) {
+  if (typeof norm !== "number") return norm ?? "";
+  const percent = 100 * norm;
+  return `${percent >= 1000 && percent < 1e6 ? formatCount(Math.round(percent)) : formatNumber(percent)} %`;
+}
+
 /** The largest number of a list; a text, as for a change from zero, only where there is no number. */
 function largest(values) {
   const numbers = values.filter((value) => typeof value === "number");
@@ -49,7 +56,7 @@ const sortKeys = {
 
 const cellMakers = {
   norm: (line) => {
-    const cell = make("td", "number", formatNumber(line.norm));
+    const cell = make("td", "number", formatNorm(line.norm));
     if (line.norm !== null && data.kinds[line.kind] === "changed") cell.prepend(make("i", `key k-changed s${line.shade}`));
     return cell;
   },

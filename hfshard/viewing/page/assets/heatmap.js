@@ -13,7 +13,7 @@ function cellFacts(stack, row, column) {
   const norm = stack.norms[row][column];
   const part = stack.parts[row][column];
   const facts = [data.words[stack.worst[row][column]]];
-  if (norm !== null) facts.push(typeof norm === "string" ? norm : `relative norm ${formatNumber(norm)}`);
+  if (norm !== null) facts.push(typeof norm === "string" ? norm : `relative norm ${formatNorm(norm)}`);
   if (norm !== null && stack.sides[row][column]) facts.push(SIDES[stack.sides[row][column]]);
   if (part) facts.push(`${formatCount(part[0])} of ${countOf(part[1], "tensor")} differ`);
   return facts;

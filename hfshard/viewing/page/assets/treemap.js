@@ -51,6 +51,7 @@ function makeTreemap(tree, onItem) {
   let chosen = null; // the tensor that is outlined
   const itemOfElement = new WeakMap();
   let cellOfItem = new Map(); // each that is drawn, at any level
+  let labels = []; // {element, name, width, lines, above, isBold}, to be written when all are known
 
   const numberOf = () => tree.colours[column].length;
 
@@ -91,16 +92,31 @@ function makeTreemap(tree, onItem) {
     const element = make(tag, `cell ${classes} ${holds ? "module" : "tensor"}`);
     if (!holds) paint({ element, item });
     const cell = { element, item, box, holds, level, isHeaded, name: tree.nameBelow(node, above), above: isHeaded ? node : above };
-    if (isHeaded || (!holds && isWide && box.h >= HEADER)) label(cell, cell.name, isHeaded ? 1 : Math.floor((box.h - 3) / LINE));
+    if (isHeaded || (!holds && isWide && box.h >= HEADER)) {
+      const lines = isHeaded ? 1 : Math.min(3, Math.floor((box.h - 3) / LINE));
+      labels.push({ element, name: cell.name, width: box.w - 10, lines, above, isBold: holds });
+    }
     itemOfElement.set(element, item);
     cellOfItem.set(item, cell);
     return cell;
   }
 
-  function label({ element, box, holds }, name, lines) {
-    pen.font = `${holds ? 600 : 400} 12px ${getComputedStyle(root).fontFamily}`;
-    const text = shortened(name, box.w - 10, Math.min(lines, 3));
-    element.append(make("span", lines > 1 ? "label lines" : "label", ...(lines > 1 ? nameText(text) : [text])));
+  /** Write the labels: in those below one module that begin alike, a word has one form. */
+  function writeLabels() {
+    const groups = new Map();
+    for (const one of labels) {
+      const key = `${one.above} ${one.isBold} ${one.name.split(".")[0]}`;
+      if (groups.has(key)) groups.get(key).push(one);
+      else groups.set(key, [one]);
+    }
+    const family = getComputedStyle(root).fontFamily;
+    for (const group of groups.values()) {
+      pen.font = `${group[0].isBold ? 600 : 400} 12px ${family}`;
+      shortenedAlike(group).forEach((text, number) => {
+        const { element, lines } = group[number];
+        element.prepend(make("span", lines > 1 ? "label lines" : "label", ...(lines > 1 ? nameText(text) : [text])));
+      });
+    }
   }
 
   /** A module that is not drawn further: a colour, and the number of its parts. */
@@ -173,6 +189,7 @@ function makeTreemap(tree, onItem) {
     items = tree.itemsIn(view.node).slice(view.from);
     cells = [];
     cellOfItem = new Map();
+    labels = [];
     left = MOST_CELLS;
     shownBytes = items.reduce((sum, item) => sum + tree.bytesOf(item), 0);
     root.replaceChildren();
@@ -190,6 +207,7 @@ function makeTreemap(tree, onItem) {
     }
     cells[0].element.tabIndex = 0;
     for (let level = cells.filter((cell) => cell.holds); level.length;) level = fillLevel(level);
+    writeLabels();
     root.append(...cells.map((cell) => cell.element));
     outline();
   }
@@ -356,13 +374,34 @@ function makeTreemap(tree, onItem) {
 
 const pen = document.createElement("canvas").getContext("2d"); // measures labels in their font
 
+/** Names of which each has its own room, as texts: a word that one of them shortens has that many letters in all. */
+function shortenedAlike(labels) {
+  const texts = labels.map(({ name, width, lines }) => shortened(name, width, lines));
+  if (labels.every(({ name }, number) => texts[number] === name)) return texts;
+  const most = new Map();
+  labels.forEach(({ name }, number) => {
+    const words = name.split(".");
+    for (const [at, kept] of texts[number].split(".").slice(0, -1).entries()) {
+      most.set(words[at], Math.min(most.get(words[at]) ?? Infinity, [...kept].length));
+    }
+  });
+  return labels.map(({ name, width, lines }) => {
+    const words = withoutWeight(name).split(".");
+    const last = words.pop();
+    const kept = words.map((word) => [...word].slice(0, most.get(word)).join(""));
+    return shortened([...kept, last].join("."), width, lines);
+  });
+}
+
+const withoutWeight = (name) => name.replace(/(.)\.weight$/, "$1");
+
 /**
  * A name in lines of so many pixels. ".weight" goes first; then parts from the left become their beginnings, which
  * still tell "attention.output.dense" from "output.dense": "a.output.dense".
  */
 function shortened(name, width, lines = 1) {
   if (fits(name, width, lines)) return name;
-  const parts = name.replace(/(.)\.weight$/, "$1").split(".");
+  const parts = withoutWeight(name).split(".");
   for (const length of [4, 3, 1]) {
     for (let number = 0; number < parts.length; number += 1) {
       if (fits(parts.join("."), width, lines)) return parts.join(".");
