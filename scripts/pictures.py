@@ -53,7 +53,7 @@ def make_page(directory: Path) -> str:
 def take(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> None:
     """Take one picture, coloured by file, down to the legend of the map."""
     context = browser.new_context(
-        viewport={"width": 900, "height": 700}, device_scale_factor=1.5, color_scheme=theme, reduced_motion="reduce"
+        viewport={"width": 1000, "height": 700}, device_scale_factor=1.3, color_scheme=theme, reduced_motion="reduce"
     )
     tab = context.new_page()
     tab.goto(page.as_uri())
@@ -61,7 +61,7 @@ def take(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> None:
     tab.mouse.move(0, 0)
     legend = tab.locator("#legend").bounding_box()
     assert legend is not None
-    clip: FloatRect = {"x": 0, "y": 0, "width": 900, "height": legend["y"] + legend["height"] + 12}
+    clip: FloatRect = {"x": 0, "y": 0, "width": 1000, "height": legend["y"] + legend["height"] + 12}
     tab.screenshot(path=PICTURES / f"show-{theme}.png", full_page=True, clip=clip)
     context.close()
 
