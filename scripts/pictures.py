@@ -51,17 +51,17 @@ def make_page(directory: Path) -> str:
 
 
 def take(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> None:
-    """Take one picture, coloured by file, down to the legend of the map."""
+    """Take one picture, coloured by file, down to the map's end."""
     context = browser.new_context(
-        viewport={"width": 1000, "height": 700}, device_scale_factor=1.3, color_scheme=theme, reduced_motion="reduce"
+        viewport={"width": 1000, "height": 700}, device_scale_factor=1.25, color_scheme=theme, reduced_motion="reduce"
     )
     tab = context.new_page()
     tab.goto(page.as_uri())
     tab.click("[data-colour=file]")
     tab.mouse.move(0, 0)
-    legend = tab.locator("#legend").bounding_box()
-    assert legend is not None
-    clip: FloatRect = {"x": 0, "y": 0, "width": 1000, "height": legend["y"] + legend["height"] + 12}
+    boxes = [tab.locator(part).bounding_box() for part in ("#legend", "#treemap")]
+    bottom = max(box["y"] + box["height"] for box in boxes if box is not None)
+    clip: FloatRect = {"x": 0, "y": 0, "width": 1000, "height": bottom + 12}
     tab.screenshot(path=PICTURES / f"show-{theme}.png", full_page=True, clip=clip)
     context.close()
 
