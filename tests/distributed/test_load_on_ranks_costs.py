@@ -42,9 +42,10 @@ def load_and_count(rank: int, saved: Path, layout: str, dtype: torch.dtype) -> N
     hfshard.load_model(fully_shard(warm, mesh=mesh), saved / "warm")
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = number_in("/proc/self/status", "VmRSS")
+    before, code_before = (number_in("/proc/self/status", name) for name in ("VmRSS", "RssFile"))
     read = bytes_read_by(model, saved, "structure", "pread")
-    peak = (number_in("/proc/self/status", "VmHWM") - before) * 1024
+    code = number_in("/proc/self/status", "RssFile") - code_before  # libraries' pages that the machine had taken away
+    peak = (number_in("/proc/self/status", "VmHWM") - before - max(0, code)) * 1024
 
     first: torch.Tensor = model[0].weight.full_tensor()  # type: ignore[operator, union-attr]
     assert torch.equal(first.float(), torch.arange(SIDE * SIDE).view(SIDE, SIDE).to(dtype).float())

@@ -11,7 +11,7 @@ from tests import REPOSITORY
 PACKAGE = REPOSITORY / "hfshard"
 
 # Functions that tell from a text, or from what is on disk, which kind of place it is.
-QUESTIONS = frozenset({"is_store_address", "is_store_url", "hub_directory", "has_hub_marker"})
+QUESTIONS = frozenset({"is_store_address", "is_meant_as_address", "is_store_url", "hub_directory", "has_hub_marker"})
 
 # Kinds of places, and of what is in them: code that tells one by its class asks, too.
 KINDS = frozenset(
