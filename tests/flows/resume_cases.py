@@ -150,14 +150,16 @@ CASES = {name: Case(name=name, **options) for name, options in _ROWS.items()}
 REPEATED = frozenset(
     {
         *(f"optimizer-{name}" for name in (
-            "sgd-momentum", "sgd-fused", "adam-amsgrad", "adamw-foreach", "adamw-fused", "adamw-channels-last", "nadam",
+            "sgd-momentum", "sgd-fused", "sgd-bf16", "sgd-dampening-maximize", "adam-amsgrad", "adamw-foreach",
+            "adamw-fused", "adamw-channels-last", "nadam",
             "asgd", "radam", "adamax", "adafactor", "hf-adafactor", "rmsprop", "lbfgs", "muon",
         )),
         *(f"scheduler-{name}" for name in (
             "lambda-function", "lambda-lambda", "multiplicative", "exponential", "cyclic-triangular",
             "cyclic-function", "cyclic-lambda", "one-cycle-linear", "one-cycle-three-phases", "plateau-max",
             "sequential", "swa", "hf-constant-warmup", "hf-cosine", "hf-cosine-restarts", "hf-inverse-sqrt",
-            "hf-cosine-min-lr", "hf-wsd-1-sqrt", "multi-step-tensor-lr",
+            "hf-cosine-min-lr", "hf-wsd-1-sqrt", "multi-step-tensor-lr", "cosine-tensor-lr",
+            "cyclic-exp-range", "hf-constant", "hf-linear", "hf-polynomial", "one-cycle-linear-three-phases",
         )),
         "end-of-second-epoch-batch", "first-batch-of-epoch", "saved-every-step", "saved-every-4-batch", "2-workers",
         "2-workers-persistent", "augmented-python-2-workers", "augmented-numpy-2-workers", "augmented-torch-2-workers",

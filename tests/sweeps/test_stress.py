@@ -7,7 +7,7 @@ import pytest
 from tests.servers.stores.kinds import SERVICES
 from tests.sweeps.stress import Odds, Stress
 
-SECONDS = 10.0
+SECONDS = 6.0
 MOST_SAVES = 24
 """Whose objects are there at one time: of four writers, and of late requests."""
 

@@ -204,7 +204,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("again", [2, 3], ids=["the same step", "the next step"])
+@pytest.mark.parametrize("again", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["the same step", "the next step"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_manager_goes_on_after_a_save_that_failed(
     run: BucketRun, proxy: FaultProxy, failure: str, again: int
