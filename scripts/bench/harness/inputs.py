@@ -73,9 +73,9 @@ def read_limit(phase: str, paths: list[Path]) -> Job:
     return Job([(phase, lambda: read_files(None, files))], lambda: {"read": total})
 
 
-def write_limit(context: Context, phase: str, shard_size: str) -> Job:
-    """Write as many bytes as the model has from memory into files of a size, with O_DIRECT, flushed."""
-    total = total_bytes(context.specs)
+def write_limit(context: Context, phase: str, shard_size: str, times: int = 1) -> Job:
+    """Write as many bytes as the model has, so many times, from memory into files of a size, with O_DIRECT, flushed."""
+    total = times * total_bytes(context.specs)
     shard_bytes = int(shard_size[:-2]) * UNITS[shard_size[-2:]]
     files = [(context.target / f"{at}", min(shard_bytes, total - at)) for at in range(0, total, shard_bytes)]
     memory = random_memory(files)

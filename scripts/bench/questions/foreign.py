@@ -27,7 +27,7 @@ from bench.harness.figures import (
     show_ratio,
     spread,
 )
-from bench.harness.inputs import sized
+from bench.harness.inputs import sized, write_limit
 from bench.harness.models import SEED, config_of
 from bench.harness.processes import free_port
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer
@@ -35,6 +35,7 @@ from bench.machine.limits import sync_files
 
 BIN, SAFE, DCP, MERGE = "bin", "safetensors", "dcp_to_torch_save", "merge-weights"
 SHA256, NONE = OURS = ("hfshard", "hfshard-none")
+LIMIT = "limit"
 TITLES = {
     BIN: "`zero_to_fp32.py`",
     SAFE: "`zero_to_fp32.py --safe_serialization`",
@@ -42,6 +43,7 @@ TITLES = {
     MERGE: "`accelerate merge-weights`",
     SHA256: "hfshard convert, sha256",
     NONE: "hfshard convert, no checksum, like the other tools",
+    LIMIT: "the limit of the second half: O_DIRECT writes from memory, flushed",
 }
 TIME, ANONYMOUS, READ = 0.5, 0.1, 1.02
 """Aims: times of the other tools', and shares of the float32 weights."""
@@ -220,7 +222,7 @@ def peers(context: Context) -> list[Peer]:
         )
         for state in STATES
         for name, source in SOURCES.items()
-        for tool in (*source.tools, *OURS)
+        for tool in (*source.tools, *OURS, LIMIT)
     ]
 
 
@@ -233,6 +235,8 @@ def _prepare(context: Context, name: str, tool: str) -> Job:
     place = context.directory / name
     if not place.exists():
         raise SkipPeer("pip install deepspeed")
+    if tool == LIMIT:
+        return write_limit(context, "convert", context.size.shard_size, times=FLOAT32)
     convert = CONVERSIONS[tool](place, place / SOURCES[name].folder, context)
 
     def convert_and_flush() -> None:
@@ -305,7 +309,7 @@ def render(data: Data) -> str:
         f"### {source.title}, {state}\n\n"
         + markdown_table(
             [*titles, "written, × weights"],
-            [_row(data, f"{tool} {name}/{state}", tool) for tool in (*source.tools, *OURS)],
+            [_row(data, f"{tool} {name}/{state}", tool) for tool in (*source.tools, *OURS, LIMIT)],
         )
         for state, name, source in _pairs(data)
     ]
@@ -313,7 +317,7 @@ def render(data: Data) -> str:
     return paragraphs(
         f"A Llama with {weights:.0f} MB of float32 weights or masters, and AdamW's two moments beside them. Each tool"
         " is called in a process that has imported it; its files are flushed after it. Anonymous and mapped: the peaks"
-        " of either.",
+        " of either. A convert reads as many bytes as the limit writes.",
         *sections,
     )
 
@@ -322,16 +326,21 @@ def _row(data: Data, name: str, tool: str) -> list[str]:
     runs = runs_of(data, name)
     if not runs:
         return [TITLES[tool], *[""] * 7]
+    times = [
+        TITLES[tool],
+        show(spread(seconds(run) for run in runs)),
+        show_ratio(data, name, data["peers"][name]["base"]),
+        f"{min(run['cpu'] for run in runs):.2f}",
+    ]
+    if tool == LIMIT:
+        return [*times, *[""] * 4]
     weights = FLOAT32 * data["bytes"]
 
     def share(values: list[int]) -> str:
         return f"{max(values) / weights:.2f}"
 
     return [
-        TITLES[tool],
-        show(spread(seconds(run) for run in runs)),
-        show_ratio(data, name, data["peers"][name]["base"]),
-        f"{min(run['cpu'] for run in runs):.2f}",
+        *times,
         share([run["peak"] for run in runs]),
         share([run["mapped"] for run in runs]),
         share([run["read"] for run in runs]),
