@@ -141,8 +141,11 @@ def _is_float(tensor: ComparedTensor) -> bool:
 
 def _matrix(tensor: ComparedTensor, report: ProgressCallback) -> torch.Tensor:
     assert tensor.torch_dtype is not None
-    parts = []
+    numbers = torch.empty(tensor.facts.parameters, dtype=torch.float64)
+    at = 0
     for block in tensor.blocks():
         report(len(block))
-        parts.append(numbers_in(block, tensor.torch_dtype).double())
-    return torch.cat(parts).reshape(tensor.facts.shape)
+        some = numbers_in(block, tensor.torch_dtype)
+        numbers[at : at + len(some)] = some  # a copy: the next block may be in the same memory
+        at += len(some)
+    return numbers.reshape(tensor.facts.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 import hfshard
 from hfshard.viewing.describe import headline
+from hfshard.viewing.results import ValueDiff
 from tests.viewing.adapters import make_adapter, make_base
 
 
@@ -98,20 +100,40 @@ def test_without_values_nothing_is_read_and_nothing_merged(tmp_path: Path) -> No
     assert (found.merged, found.read_bytes) == (None, 0)
 
 
-def test_a_weight_of_several_blocks_is_measured_as_one(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, down, up = (torch.randn(*shape, generator=generator) for shape in ((1500, 3001), (4, 3001), (1500, 4)))
-    hfshard.save_state_dict({"q.weight": weight}, tmp_path / "base")
-    (tmp_path / "x").mkdir()
+def changed_by(directory: Path, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, alpha: int) -> ValueDiff:
+    """Save a base of one weight and a LoRA adapter of it, and return how much the adapter changes it."""
+    hfshard.save_state_dict({"q.weight": weight}, directory / "base")
+    (directory / "x").mkdir()
     tensors = {"base_model.model.q.lora_A.weight": down, "base_model.model.q.lora_B.weight": up}
-    save_file(tensors, tmp_path / "x" / "adapter_model.safetensors")
-    (tmp_path / "x" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    save_file(tensors, directory / "x" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": len(down), "lora_alpha": alpha}
+    (directory / "x" / "adapter_config.json").write_text(json.dumps(config))
 
-    found = hfshard.diff_checkpoints(tmp_path / "base", tmp_path / "x", values=True)
+    found = hfshard.diff_checkpoints(directory / "base", directory / "x", values=True)
 
     assert found.merged is not None
     [changed] = found.merged.differing
     assert changed.values is not None
+    return changed.values
+
+
+def test_a_weight_of_several_blocks_is_measured_as_one(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, down, up = (torch.randn(*shape, generator=generator) for shape in ((1500, 3001), (4, 3001), (1500, 4)))
+
+    values = changed_by(tmp_path, weight, down, up, alpha=8)
+
     update = 2 * up.double() @ down.double()
-    assert changed.values.relative_norm == pytest.approx(float(update.norm() / weight.double().norm()), rel=1e-12)
-    assert changed.values.max_abs == pytest.approx(float(update.abs().max()), rel=1e-12)
+    assert values.relative_norm == pytest.approx(float(update.norm() / weight.double().norm()), rel=1e-12)
+    assert values.max_abs == pytest.approx(float(update.abs().max()), rel=1e-12)
+
+
+def test_factors_of_several_blocks_in_float64_are_read_whole(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, down, up = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((50, 3001), (48, 3001), (50, 48))
+    )
+
+    values = changed_by(tmp_path, weight, down, up, alpha=48)
+
+    assert values.relative_norm == pytest.approx(float((up @ down).norm() / weight.norm()), rel=1e-12)
