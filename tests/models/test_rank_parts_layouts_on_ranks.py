@@ -162,7 +162,9 @@ def check(ranks: int, cases: Sequence[Case], place: Path) -> None:
         check_stock(place, cases)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.compat), 4])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.compat), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_files_of_some_layouts_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
     known = set(layouts_of(ranks))
     check(ranks, [Case(*case) for case in SELECTION[ranks] if case[0] in known], tmp_path)
@@ -344,7 +346,7 @@ CHOSEN: dict[int, tuple[Load, ...]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.compat), 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.compat), pytest.param(4, marks=pytest.mark.slow)])
 def test_some_layouts_are_loaded_into_others(ranks: int, tmp_path: Path) -> None:
     mine = CHOSEN[ranks]
     saves = sorted({(int(load.saved[0]), load.saved[2:], load.kind) for load in mine})

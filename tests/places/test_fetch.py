@@ -19,7 +19,6 @@ import hfshard
 from hfshard.errors import SaveDirectoryError
 from tests.hub.models import files_of
 
-pytestmark = pytest.mark.compat
 CHANGING = ("rename", "replace", "unlink", "link")
 """What changes the names of files."""
 

@@ -18,7 +18,7 @@ WHOLE = [
     "two writers from nothing, 1 fault",
     "two writers over an upload, 1 fault",
 ]
-WALKS = 24
+WALKS = 12
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,6 @@ def test_damaged_checkpoint_is_not_pushed(hub: RunHub, repo: str, tmp_path: Path
     assert hub.refused("push", tmp_path, repo).error == "MissingShardError"
 
 
-@pytest.mark.compat
 def test_killed_push_leaves_the_old_checkpoint_and_the_next_one_sends_the_rest(hub: RunHub, repo: str) -> None:
     hub.push(repo, 1)
     hub.server.clear_log()
