@@ -172,6 +172,7 @@ class RunCheckpoint:
         step: The step in its name.
         read: Reads the manifest; None: from its folder.
         save_id: In a store, the number and id in its objects' names; None: the manifest has the number.
+        open_folder: Opens its folder; `LocalFolder` if it is known to be in a directory.
     """
 
     def __init__(
@@ -181,10 +182,12 @@ class RunCheckpoint:
         read: Callable[[], CheckpointManifest] | None = None,
         *,
         save_id: SaveId | None = None,
+        open_folder: Callable[[str], Folder] = folder_at,
     ) -> None:
         self.path = path
         self.step = step
         self.save_id = save_id
+        self._open_folder = open_folder
         self._read = read or (lambda: read_manifest(self.folder()))
 
     def __repr__(self) -> str:
@@ -203,7 +206,7 @@ class RunCheckpoint:
 
     def folder(self) -> Folder:
         """Open its folder; nothing is read yet, or kept of an earlier call."""
-        return folder_at(self.path)
+        return self._open_folder(self.path)
 
     def reread(self) -> RunCheckpoint:
         """Return the checkpoint that is there now, by the manifest in its folder."""
@@ -219,7 +222,8 @@ class RunCheckpoint:
         return (now.save_number, now.files) == (was.save_number, was.files)
 
     def _in(self, folder: Folder) -> RunCheckpoint:
-        return RunCheckpoint(self.path, self.step, partial(read_manifest, folder)).read()
+        read = partial(read_manifest, folder)
+        return RunCheckpoint(self.path, self.step, read, open_folder=self._open_folder).read()
 
     def read(self) -> RunCheckpoint:
         """Read the manifest now, and return the checkpoint."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.commit.transaction import JobsOf, KnownFile
 from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
@@ -67,7 +68,9 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
         names = _names_in(root)
         gone: list[str] = []
         listed = _step_directories(root, names, gone)
-        found = [RunCheckpoint(os.path.join(root, name), step).read() for name, step in listed]
+        found = [
+            RunCheckpoint(os.path.join(root, name), step, open_folder=LocalFolder).read() for name, step in listed
+        ]
         if not gone and _names_in(root) == names:
             break
     return newest_first(found)
