@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Final, Literal, TypeGuard
@@ -41,6 +41,23 @@ class CheckpointManifest:
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileDigest] = field(default_factory=dict)
     """Every file of the checkpoint except the manifest."""
+
+    @classmethod
+    def begun(
+        cls, step: int, save_number: int, metrics: dict[str, float] | None, found: Callable[[], Iterable[RunCheckpoint]]
+    ) -> CheckpointManifest:
+        """Build the manifest of a save, without files.
+
+        Args:
+            step: The checkpoint's.
+            save_number: Larger than those of all earlier saves into the run.
+            metrics: The checkpoint's; None: those of the one that it replaces, if any.
+            found: Lists the run's checkpoints; called only if the metrics are those of one of them.
+        """
+        if metrics is None:
+            replaced = next((one.manifest for one in found() if one.step == step and one.is_own), None)
+            metrics = {} if replaced is None else replaced.metrics
+        return cls(step, save_number, metrics)
 
     def with_files(self, shards: Mapping[str, FileDigest], small_files: Mapping[str, bytes]) -> CheckpointManifest:
         """Return the manifest of a checkpoint with these shards and small files."""

@@ -288,7 +288,7 @@ class RunDirectory:
         with self._change():
             found = self.checkpoints()
             save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
-            manifest = save.manifest(save_number, lambda: found)
+            manifest = CheckpointManifest.begun(save.step, save_number, save.metrics, lambda: found)
             newest = next((one for one in found if one.manifest is not None), None)
             directory = staging_path(self.root, save.step)
             target = RunDirectoryTransaction(self.root, directory, manifest, save)
