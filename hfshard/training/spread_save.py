@@ -114,7 +114,8 @@ def save_spread(
                 "The ranks have different modules, and FullyShardedDataParallel (FSDP1) has flattened some. Shard the "
                 "stages of a pipeline with torch.distributed.fsdp.fully_shard."
             )
-        order = replace(order, state=with_named_states(order.state, partial(_values_of_all, session)))
+        if order.state.is_flattened:
+            order = replace(order, state=with_named_states(order.state, partial(_values_of_all, session)))
         if is_pipeline:
             order = replace(order, state=_as_stage(order.state, session, stages))
         components, of_a_rank = _share_components(order, session, stages) if is_pipeline else (None, own.objects)

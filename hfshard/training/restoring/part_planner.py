@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from hfshard.distributed.rendezvous import Session
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
+    assign,
     is_dtensor,
     local_tensor,
     reject_freed,
@@ -47,8 +49,8 @@ from hfshard.training.state.reordering import (
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import plan_scheduler
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import PartKind, TrainingState
-from hfshard.training.state.zero_runs import Masters, assign_run_tensors, collect_run_tensors, keep_parts
+from hfshard.training.state.training_state import PartKind, TrainingState, collect_run_tensors
+from hfshard.training.state.zero_runs import Masters, assign_run_tensors, keep_parts
 
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
 """The order of comparison: if the model differs, its optimizer does too, and the model's error is clearer."""
@@ -166,7 +168,8 @@ class PartPlanner:
             reject_sharded_state(part, name)
             value = regroup(value, part, self.parameter_names, name, self.directory)
             self.saved[name]["state"] = {**self.saved[name]["state"], "groups": value["groups"]}
-            value = local_states(self.state, name, value, self.parameter_names, self.directory)
+            if self.state.is_flattened:
+                value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
@@ -442,7 +445,10 @@ def plan_module(
         differences.append(message)
         mismatched = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in mismatched}
-    load = partial(assign_run_tensors, module, tensors, masters)
+    is_of_deepspeed = "deepspeed" in sys.modules
+    load = (
+        partial(assign_run_tensors, module, tensors, masters) if is_of_deepspeed else partial(assign, module, tensors)
+    )
     return PendingLoad(name, load, keep=partial(keep_module, module, masters), may_refuse=may_refuse(module))
 
 

@@ -24,8 +24,8 @@ from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
-from hfshard.training.state.training_state import TrainingState, is_spread_state
-from hfshard.training.state.zero_runs import run_tensors_in_parts, spread_parameters
+from hfshard.training.state.training_state import TrainingState, collect_run_tensors, is_spread_state
+from hfshard.training.state.zero_runs import Masters, names_of_whole, spread_parameters
 
 
 class ReadPart(Protocol):
@@ -128,10 +128,11 @@ class StateLayouts:
     def _live(self) -> Mapping[str, dict[str, torch.Tensor]]:
         """The tensors that the state has, by set and name."""
         found: dict[str, dict[str, torch.Tensor]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
-        for name, part in with_named_states(self._state).components.items():
+        state = with_named_states(self._state) if self._state.is_flattened else self._state
+        for name, part in state.components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
-                own = run_tensors_in_parts(part, self._state.masters)
+                own = _tensors_in_parts(part, self._state.masters)
                 found[MODEL_BASE] = {key: one for key, one in own.items() if isinstance(one, torch.Tensor)}
             elif kind == "optimizer":
                 base, prefix = ("optimizer", "") if name == "optimizer" else (STATE_BASE, f"{name}/")
@@ -144,7 +145,7 @@ class StateLayouts:
         own: dict[str, torch.Tensor] = {}
         try:
             is_module = isinstance(part, torch.nn.Module)
-            encode(run_tensors_in_parts(part, self._state.masters) if is_module else part.state_dict(), name, own)
+            encode(_tensors_in_parts(part, self._state.masters) if is_module else part.state_dict(), name, own)
         except UnstorableTensorError:
             return  # an object that cannot be saved now may be restored
         tensors |= own
@@ -159,6 +160,12 @@ class StateLayouts:
                 return None
         found = (self._parameters.get(word) for word in words if base != MODEL_BASE)
         return next((parameter for parameter in found if parameter is not None), None)
+
+
+def _tensors_in_parts(module: torch.nn.Module, masters: Masters) -> dict[str, Any]:
+    """Do what `collect_run_tensors` does, without the parameters that have parts while each rank needs all of them."""
+    whole = names_of_whole(module, masters)
+    return {name: one for name, one in collect_run_tensors(module, masters).items() if name not in whole}
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -76,7 +76,9 @@ def plan_restoration(
     saved_ranks = saved_state["ranks"]
     own = saved_ranks[session.position if session.position < len(saved_ranks) else 0]
     components = {**saved_state["components"], **own["components"]}
-    saved = with_flat_groups(state, {name: entry for name, entry in components.items() if name not in without})
+    saved = {name: entry for name, entry in components.items() if name not in without}
+    if state.is_flattened:
+        saved = with_flat_groups(state, saved)
     match_gradient_kind(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else session.world_size)
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     if restoration.lacking:

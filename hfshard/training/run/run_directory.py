@@ -68,9 +68,7 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
         names = _names_in(root)
         gone: list[str] = []
         listed = _step_directories(root, names, gone)
-        found = [
-            RunCheckpoint(os.path.join(root, name), step, open_folder=LocalFolder).read() for name, step in listed
-        ]
+        found = [RunCheckpoint(os.path.join(root, name), step, open_folder=LocalFolder).read() for name, step in listed]
         if not gone and _names_in(root) == names:
             break
     return newest_first(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -25,8 +26,8 @@ from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer, reject_unsaved
 from hfshard.training.state.rng import rng_state
 from hfshard.training.state.scheduler import encode_scheduler
-from hfshard.training.state.training_state import PartKind, TrainingState
-from hfshard.training.state.zero_runs import Masters, collect_run_tensors
+from hfshard.training.state.training_state import PartKind, TrainingState, collect_run_tensors
+from hfshard.training.state.zero_runs import Masters
 
 TRAINING_STATE_FORMAT: Final = 1
 """The format of `training_state.json`."""
@@ -157,7 +158,8 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     found = Components({}, {}, {}, state.masters)
-    state = with_named_states(state)
+    if state.is_flattened:
+        state = with_named_states(state)
     names = state.parameter_names()
     for name, kind in state.kinds.items():
         if kind != "loader" and name not in left_out:
@@ -198,7 +200,7 @@ def collect(
     requests = {}
     if model is not None:
         requests[MODEL_BASE] = _model_request(model, options, components.masters)
-        if (adapter := adapter_request(model, options)) is not None:
+        if "peft" in sys.modules and (adapter := adapter_request(model, options)) is not None:
             requests[ADAPTER_BASE] = adapter
     for base, part_tensors in (("optimizer", components.optimizer_tensors), (STATE_BASE, tensors)):
         if part_tensors:
