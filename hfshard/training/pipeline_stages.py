@@ -99,8 +99,6 @@ def find_stage(state: TrainingState, session: Session) -> Stage | None:
     Raises:
         HfshardError: Another rank could not list its modules.
     """
-    if session.world_size == 1:
-        return None
     digest, ties, own = session.each(lambda: (stage_digest(state), state.tied_parameters(), _names_of(state)))
     digests = session.all_of(digest)
     if len(set(digests)) == 1:

@@ -48,6 +48,21 @@ def agree_on_place(ranks: Session, path: str, does: str) -> None:
     reject_other_places(dict(zip(ranks.ranks, names, strict=True)), does)
 
 
+def agree_on_step(ranks: Session, step: str) -> None:
+    """Reject ranks that do not restore the same step. Every rank must call.
+
+    Args:
+        ranks: Those that restore.
+        step: What this rank restores, in a word.
+
+    Raises:
+        InvalidArgumentError: They differ.
+    """
+    steps = ranks.all_of(step)
+    if any(one != steps[0] for one in steps):
+        raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(steps)}].")
+
+
 @contextmanager
 def all_ranks() -> Iterator[Session]:
     """Wait for all ranks of the call's process group, which run the block together: one such block at a time.

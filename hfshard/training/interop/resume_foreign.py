@@ -49,7 +49,7 @@ _SHOWN = 20
 
 def resume_foreign(
     state: TrainingState,
-    place: Any,
+    place: str,
     *,
     keys: Mapping[str, str] | None,
     strict: bool,
@@ -75,13 +75,9 @@ def resume_foreign(
         UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    reader = session.each(lambda: reader_of(place) if isinstance(place, str) else None)  # a step is this run's
+    reader = session.each(lambda: reader_of(place))
     is_foreign = session.all_of(reader is not None)
     if not any(is_foreign):
-        if keys is not None:
-            raise InvalidArgumentError(
-                "keys is only for other programs' checkpoints: an hfshard checkpoint has names. Leave it out."
-            )
         return None
     differing = InvalidArgumentError(f"All ranks must restore the same place, but this one got {place!r:.500}.")
     session.agree(None if all(is_foreign) else differing)
@@ -106,7 +102,7 @@ def _resume(
 ) -> RestoredStep:
     assert reader is not None  # every rank has one
     is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
-    stage = find_stage(state, session)
+    stage = None if session.is_alone else find_stage(state, session)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
     has_names = is_partitioned_directory(path)
     if any(session.all_of(is_stage or (is_spread and not has_names))):
