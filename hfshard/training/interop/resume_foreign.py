@@ -35,7 +35,7 @@ from hfshard.training.restoring.part_planner import (
     check_components,
     unsaved_components,
 )
-from hfshard.training.restoring.read_state import StateLayouts
+from hfshard.training.restoring.spread_read import StateLayouts
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state

@@ -6,16 +6,19 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from hfshard.checkpoint.folder import Folder
+from hfshard.checkpoint.load_options import read_tensors
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.distributed.rendezvous import Session
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.digests import Verify
+from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.strict_json import parse_json_object
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.pipeline_stages import StageNames
@@ -29,13 +32,13 @@ from hfshard.training.restoring.part_planner import (
     take_converted,
     unsaved_components,
 )
-from hfshard.training.restoring.read_state import ReadPart, part_reader
+from hfshard.training.restoring.spread_read import StateLayouts, read_local_parts
 from hfshard.training.run.manifest import TRAINING_STATE, CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.flat_optimizer import with_flat_groups
 from hfshard.training.state.nested import decode, tensor_names
 from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +125,51 @@ def plan_restoration(
         check_rng_state(rng, path)
         restoration.set_rng = _rng_update(rng, len(saved_ranks), session, directory)
     return restoration
+
+
+# The tensors of the checkpoint, one set of files after another.
+
+
+class ReadPart(Protocol):
+    """Reads one set of tensors of a checkpoint."""
+
+    def __call__(
+        self, base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return name -> tensor, of the wanted names or of all.
+
+        Tensors that are only copied from (`is_copied`) may be mapped files.
+        """
+
+
+def part_reader(state: TrainingState, folder: Folder, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
+    """Build the function that reads the tensors of one set of files.
+
+    Tensors with which the training continues are read into memory: a mapped file would keep its disk space after its
+    checkpoint was removed by rotation. For a state that is spread over ranks, this rank's parts are read.
+
+    Args:
+        state: The state that is restored.
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
+        own_rank: The rank whose own random numbers and positions are read.
+    """
+    verify: Verify = "full" if folder.traits.verifies_reads else "structure"
+    layouts = StateLayouts(state) if is_spread_state(state) else None
+
+    def read(
+        base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        names = WeightNames(base=base)
+        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
+        if entry is None:
+            return {}
+        with open_checkpoint(folder, use_safetensors=True, base=base, weights_name=entry, verify=verify) as checkpoint:
+            if layouts is not None:
+                return read_local_parts(checkpoint, base, layouts, own_rank, is_wanted)
+            return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
+
+    return read
 
 
 class _Planner:
