@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch.distributed as dist
 
 from hfshard._util.arguments import wraps_os_errors
-from hfshard._util.call_ranks import among, check_process_group, has_other_ranks
+from hfshard._util.call_ranks import Session, among, check_process_group, has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import agree_on_repo, push_together, send
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.hub.push_files import PushOptions
@@ -441,7 +440,7 @@ class CheckpointManager(RunReader):
         """Gather the ranks that restore a state together, by the same method, and return what they restore of it."""
         with self._writer.turn(f"{what}()"):
             self._writer.join()  # on every rank: it may be a save by all of them
-            with among(self.process_group), meet_for(what) as ranks:
+            with among(self.process_group), meet_for(what) if has_other_ranks() else nullcontext(Session()) as ranks:
                 ranks.each(self._writer.wait)
                 check_training_state(state)
                 reject_meta(state)

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import torch
 from torch.optim import LBFGS
 
-from hfshard.distributed.rendezvous import Session
+from hfshard._util.call_ranks import Session
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor

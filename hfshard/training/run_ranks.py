@@ -8,7 +8,8 @@ from typing import Final
 
 import torch
 
-from hfshard.distributed.rendezvous import Session, session
+from hfshard._util.call_ranks import Session
+from hfshard.distributed.rendezvous import session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import sha256_of
 from hfshard.places.place import place_to_save

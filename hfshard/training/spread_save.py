@@ -13,12 +13,12 @@ from typing import Any, Final, Self
 
 import torch
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error
 from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.liveness import pack, unpack
 from hfshard.distributed.rank_writer import RankWriter
-from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, no_bytes_here, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors

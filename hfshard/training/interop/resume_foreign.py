@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.text import shorten_list
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,

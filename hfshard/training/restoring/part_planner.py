@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from hfshard._util.call_ranks import Session
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames

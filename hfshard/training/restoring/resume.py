@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import torch
 
+from hfshard._util.call_ranks import Session
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import SignatureRequirement
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
