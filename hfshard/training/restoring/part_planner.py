@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from hfshard._util.call_ranks import Session
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnstorableTensorError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
     assign,
@@ -30,6 +30,7 @@ from hfshard.tensors.state_dict import (
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import stage_digest
 from hfshard.training.state.flat_optimizer import local_states
+from hfshard.training.state.nested import decode, encode
 from hfshard.training.state.optimizer import (
     group_names,
     link_inner_optimizers,
@@ -37,7 +38,7 @@ from hfshard.training.state.optimizer import (
     regroup,
     reject_sharded_state,
 )
-from hfshard.training.state.pending_loads import PendingLoad, StatefulLoad
+from hfshard.training.state.pending_loads import PendingLoad
 from hfshard.training.state.reordering import (
     PER_GROUP,
     Reordering,
@@ -52,8 +53,69 @@ from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import PartKind, TrainingState, collect_run_tensors
 from hfshard.training.state.zero_runs import Masters, assign_run_tensors, keep_parts
 
+logger = logging.getLogger(__name__)
+
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
 """The order of comparison: if the model differs, its optimizer does too, and the model's error is clearer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulLoad:
+    """A user's own object, and the state that it is about to load."""
+
+    name: str
+    part: Any
+    state: Any
+    directory: str
+    """The checkpoint's directory, for messages."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the state.
+
+        Raises:
+            DamagedCheckpointError: The state is not one that a save writes.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            encode(self.state, self.name, tensors)
+        except UnstorableTensorError as error:
+            raise DamagedCheckpointError(
+                f"The state of '{self.name}' in the checkpoint '{self.directory}' is not what hfshard writes: "
+                f"{error.message} Restore another checkpoint, or download it again.",
+                path=self.directory,
+            ) from error
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def load(self) -> None:
+        """Load the state.
+
+        Raises:
+            StateDictMismatchError: The object raised an error of any kind.
+        """
+        try:
+            self.part.load_state_dict(self.state)
+        except HfshardError:
+            raise
+        except Exception as error:
+            raise StateDictMismatchError(
+                f"'{self.name}' ({type(self.part).__name__}) refused its state in the checkpoint '{self.directory}': "
+                f"{error}. Nothing else was restored. Build it as in the saved run.",
+                path=self.directory,
+            ) from error
+
+    def now(self) -> Any:
+        """Copy the object's current state."""
+        tensors: dict[str, torch.Tensor] = {}
+        nested = encode(self.part.state_dict(), self.name, tensors)
+        return decode(nested, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
+
+    def put_back(self, before: Any) -> None:
+        """Load what `now` returned; if the object refuses that too, it stays as it is, which is logged."""
+        try:
+            self.part.load_state_dict(before)
+        except Exception as error:  # noqa: BLE001 - the first refusal is being raised
+            logger.error("Cannot undo the load of '%s' (%s): %s", self.name, type(self.part).__name__, error)
 
 
 @dataclass
@@ -183,8 +245,6 @@ class PartPlanner:
 # Application of a restoration on all ranks, or on none: if anything refuses, every part gets its old state back.
 
 
-logger = logging.getLogger(__name__)
-
 Undo = Callable[[], None]
 
 
@@ -212,7 +272,7 @@ def load_all(
         if is_kept:  # weights that nothing can refuse need no copy
             undo += [one.keep() for one in weights if one.keep is not None]
         for one in weights:
-            one.run(directory, "Nothing was restored" if is_kept else "It may be half restored")
+            _run(one, directory, "Nothing was restored" if is_kept else "It may be half restored")
 
 
 @contextmanager
@@ -262,9 +322,32 @@ def _load_parts(
     for pending_load in pending_loads:
         if pending_load.undo is not None:
             undo.append(pending_load.undo)
-            pending_load.run(directory)
+            _run(pending_load, directory)
     for one in last:
         one.load()
+
+
+def _run(pending_load: PendingLoad, directory: str, outcome: str = "Nothing was restored") -> None:
+    """Load a part.
+
+    Args:
+        pending_load: Its planned load.
+        directory: The checkpoint's directory, for messages.
+        outcome: A description of what an error leaves behind.
+
+    Raises:
+        StateDictMismatchError: The part raised an error of any kind.
+    """
+    try:
+        pending_load.load()
+    except HfshardError:
+        raise
+    except Exception as error:
+        raise StateDictMismatchError(
+            f"'{pending_load.name}' refused its state in the checkpoint '{directory}': {error}. {outcome}. Build it as "
+            "in the saved run.",
+            path=directory,
+        ) from error
 
 
 # Comparison of the parts of a training state with a checkpoint's: which ones exist, and of which kind.

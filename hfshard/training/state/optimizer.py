@@ -13,7 +13,7 @@ from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.training.state.nested import encode
-from hfshard.training.state.pending_loads import PendingLoad, check_class, check_options
+from hfshard.training.state.pending_loads import PendingLoad, check_options, class_mismatch
 from hfshard.training.state.reordering import (
     Names,
     Reordering,
@@ -90,9 +90,10 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             another order, and a part of the state depends on it.
     """
     _check_form(saved)
-    check_class(saved["class"], optimizer, "optimizer", component, path)
     if saved["class"] is None:
         check_options(optimizer, [group["options"] for group in saved["groups"]], component, path)
+    elif saved["class"] != type(optimizer).__qualname__:
+        raise class_mismatch(saved["class"], optimizer, "optimizer", component, path)
     current = optimizer.state_dict()
     position_names = _position_names(optimizer, current, names, component)
     built = group_names(optimizer, names, component)
