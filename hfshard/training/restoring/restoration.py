@@ -38,7 +38,7 @@ from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORM
 from hfshard.training.state.flat_optimizer import with_flat_groups
 from hfshard.training.state.nested import decode, tensor_names
 from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state
-from hfshard.training.state.training_state import TrainingState, is_spread_state
+from hfshard.training.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ def plan_restoration(
     manifest: CheckpointManifest,
     *,
     strict: bool,
+    is_spread: bool,
     session: Session,
     stage: StageNames | None = None,
     without: Collection[str] = (),
@@ -62,6 +63,7 @@ def plan_restoration(
         folder: The checkpoint's folder.
         manifest: The checkpoint's manifest.
         strict: Reject any difference; else what differs stays as it was built, and is reported.
+        is_spread: Whether the state is spread over ranks: then this rank's parts are read.
         session: That of the ranks that restore.
         stage: The names that its modules have, if other ranks have the rest; None: all.
         without: Parts of the checkpoint to leave out; they were removed from the state already.
@@ -77,7 +79,8 @@ def plan_restoration(
     path = os.path.join(directory, TRAINING_STATE)
     saved_state = _parse_training_state(folder.read_small(TRAINING_STATE, MAX_INDEX_BYTES), path)
     saved_ranks = saved_state["ranks"]
-    own = saved_ranks[session.position if session.position < len(saved_ranks) else 0]
+    own_rank = session.position if session.position < len(saved_ranks) else 0
+    own = saved_ranks[own_rank]
     components = {**saved_state["components"], **own["components"]}
     saved = {name: entry for name, entry in components.items() if name not in without}
     if state.is_flattened:
@@ -89,7 +92,7 @@ def plan_restoration(
     elsewhere = parts_of_other_stages(state, own)
     may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
-    read = part_reader(state, folder, manifest, session.position if session.position < len(saved_ranks) else 0)
+    read = part_reader(folder, manifest, own_rank, StateLayouts(state) if is_spread else None)
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)
@@ -142,20 +145,21 @@ class ReadPart(Protocol):
         """
 
 
-def part_reader(state: TrainingState, folder: Folder, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
+def part_reader(
+    folder: Folder, manifest: CheckpointManifest, own_rank: int, layouts: StateLayouts | None = None
+) -> ReadPart:
     """Build the function that reads the tensors of one set of files.
 
     Tensors with which the training continues are read into memory: a mapped file would keep its disk space after its
-    checkpoint was removed by rotation. For a state that is spread over ranks, this rank's parts are read.
+    checkpoint was removed by rotation.
 
     Args:
-        state: The state that is restored.
         folder: The checkpoint's folder.
         manifest: The checkpoint's manifest.
         own_rank: The rank whose own random numbers and positions are read.
+        layouts: Those of a state that is spread over ranks, of which this rank's parts are read.
     """
     verify: Verify = "full" if folder.traits.verifies_reads else "structure"
-    layouts = StateLayouts(state) if is_spread_state(state) else None
 
     def read(
         base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False

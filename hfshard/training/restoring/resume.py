@@ -82,7 +82,7 @@ def _resume_on_ranks(
     strict: bool,
     is_newest: bool,
 ) -> RestoredStep | None:
-    session.each(lambda: is_spread_state(state))
+    is_spread = session.each(lambda: is_spread_state(state))
     stage = None if session.is_alone else find_stage(state, session)
     own, names = (state, None) if stage is None else (stage.state, stage.names)
     passed_over: list[str] = []
@@ -102,7 +102,14 @@ def _resume_on_ranks(
                 check_files(folder, manifest.files, "structure")
             with _all_signed(checkpoint, manifest, signature):
                 restoration = plan_restoration(
-                    own, folder, manifest, strict=strict, session=session, stage=names, without=without
+                    own,
+                    folder,
+                    manifest,
+                    strict=strict,
+                    is_spread=is_spread,
+                    session=session,
+                    stage=names,
+                    without=without,
                 )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught

@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from hfshard.format.index import FileDigest
-from hfshard.training import TrainingState
 from hfshard.training.restoring.restoration import ReadPart, part_reader
 from hfshard.training.run.manifest import CheckpointManifest, folder_at
 
 
 def reader(place: Path, *names: str) -> ReadPart:
     manifest = CheckpointManifest(1, 0, {}, {name: FileDigest() for name in names})
-    return part_reader(TrainingState(), folder_at(str(place)), manifest, own_rank=0)
+    return part_reader(folder_at(str(place)), manifest, own_rank=0)
 
 
 def test_a_set_that_the_manifest_does_not_name_has_no_tensors(tmp_path: Path) -> None:

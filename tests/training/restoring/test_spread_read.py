@@ -70,7 +70,7 @@ def test_a_spread_state_reads_its_own_rows_of_tied_names_too(tmp_path: Path, sta
     hfshard.save_state_dict({"weight": rows, "tied": rows, "bias": torch.ones(4)}, tmp_path)
     manifest = CheckpointManifest(1, 0, {}, {"model.safetensors": FileDigest()})
 
-    found = part_reader(state, folder_at(str(tmp_path)), manifest, own_rank=RANK)("model")
+    found = part_reader(folder_at(str(tmp_path)), manifest, own_rank=RANK, layouts=StateLayouts(state))("model")
 
     assert isinstance(found["weight"], DTensor)
     assert found["weight"].to_local().tolist() == [[4.0, 5.0], [6.0, 7.0]]
