@@ -464,7 +464,6 @@ class CheckpointManager(RunReader):
         passed_over: Collection[str],
     ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
         """Find and check the checkpoint to restore, on the first rank; None: the run has none."""
-        self._writer.wait()
         if step is None:
             return newest_intact(self._storage, verify, self.progress, is_read_next=True, passed_over=passed_over)
         if isinstance(step, str | os.PathLike):

@@ -18,7 +18,7 @@ from hfshard.models.model_kinds import is_pretrained, request_from_model
 from hfshard.models.module_weights import whole_tensors
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.tensors.parameter_names import unwrap
-from hfshard.tensors.state_dict import collect_state_dict, has_parts, parameter_names
+from hfshard.tensors.state_dict import collect_state_dict, has_parts, has_spread, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
 from hfshard.training.state.adapter import ADAPTER_BASE, adapter_request
 from hfshard.training.state.flat_optimizer import with_named_states
@@ -74,9 +74,9 @@ class SavePayload:
                 "The model is one of several pipeline stages, but there is no process group to save the others with. "
                 "Save before destroy_process_group(), on every rank."
             )
-        requests = {
-            base: replace(request, tensors=whole_tensors(request.tensors)) for base, request in self.requests.items()
-        }
+        spread = {base: request for base, request in self.requests.items() if has_spread(request.tensors)}
+        whole = {base: replace(one, tensors=whole_tensors(one.tensors)) for base, one in spread.items()}
+        requests = self.requests | whole
         for request in requests.values():
             tensor_specs(request.tensors)
         return replace(self, requests=requests)
