@@ -38,7 +38,7 @@ from hfshard.training.restoring.part_planner import (
 from hfshard.training.restoring.spread_read import StateLayouts
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.reordering import find_in
-from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
+from hfshard.training.state.rng import check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState, is_spread_state
 
@@ -170,10 +170,7 @@ def plan_foreign(
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         _plan(planner, name, foreign, layouts)
-    restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
-    if not any(isinstance(part, Gradients) for part in state.components.values()):
-        modules = [state.components[name] for name in common if state.kinds[name] == "module"]
-        restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+    restoration.follow(state, common)
     if foreign.rng is not None:
         rng = foreign.rng
         check_rng_state(rng, foreign.path)

@@ -136,6 +136,13 @@ class Restoration:
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
 
+    def follow(self, state: TrainingState, names: Collection[str]) -> None:
+        """Note what changes along with the parts of these names: the next `iter()` of loaders, and old gradients."""
+        self.trackers = [one for name in names if isinstance(one := state.components[name], LoaderTracker)]
+        if not any(isinstance(part, Gradients) for part in [*state.components.values(), *state.left_out.values()]):
+            modules = [state.components[name] for name in names if state.kinds[name] == "module"]
+            self.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+
     def apply(self, session: Session) -> None:
         """Load everything on all ranks, the random number generators last. Every rank must call.
 

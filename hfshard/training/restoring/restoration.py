@@ -20,7 +20,6 @@ from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.strict_json import parse_json_object
-from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.pipeline_stages import StageNames
 from hfshard.training.restoring.part_planner import (
     PART_ORDER,
@@ -37,7 +36,7 @@ from hfshard.training.run.manifest import TRAINING_STATE, CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.flat_optimizer import with_flat_groups
 from hfshard.training.state.nested import decode, tensor_names
-from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state
+from hfshard.training.state.rng import check_rng_state, reject_unreduced, seed_from_state, set_rng_state
 from hfshard.training.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -120,10 +119,7 @@ def plan_restoration(
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         planner.plan(name)
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
-    restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
-    if not any(isinstance(part, Gradients) for part in [*state.components.values(), *state.left_out.values()]):
-        modules = [state.components[name] for name in common if state.kinds[name] == "module"]
-        restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+    restoration.follow(state, common)
     if rng is not None or not restoration.lacking:
         check_rng_state(rng, path)
         restoration.set_rng = _rng_update(rng, len(saved_ranks), session, directory)
