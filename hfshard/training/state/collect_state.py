@@ -94,6 +94,8 @@ class Components:
     """The tensors of all other components, except the model."""
     masters: Masters = field(default_factory=dict)
     """What the optimizers step on for the model's parameters."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """What `collect_run_tensors` returned for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def collect(
     raw = padded_json({**state, "lacking": list(lacking)} if lacking else state)
     requests = {}
     if model is not None:
-        requests[MODEL_BASE] = _model_request(model, options, components.masters)
+        requests[MODEL_BASE] = _model_request(model, options, components)
         if "peft" in sys.modules and (adapter := adapter_request(model, options)) is not None:
             requests[ADAPTER_BASE] = adapter
     for base, part_tensors in (("optimizer", components.optimizer_tensors), (STATE_BASE, tensors)):
@@ -218,7 +220,8 @@ def _encode_component(
 ) -> Any:
     part = state.components[name]
     if name == "model":
-        return encode(_no_tensors(collect_run_tensors(part, state.masters)), name, found.tensors)
+        found.model.update(collect_run_tensors(part, state.masters))
+        return encode(_no_tensors(found.model), name, found.tensors)
     if kind == "optimizer":
         reject_unsaved(part, name, state.components.values())
     if kind == "optimizer" and name == "optimizer":
@@ -236,13 +239,12 @@ def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, ten
     return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 
 
-def _model_request(model: torch.nn.Module, options: SaveOptions, masters: Masters) -> SaveRequest:
+def _model_request(model: torch.nn.Module, options: SaveOptions, components: Components) -> SaveRequest:
     # Under the model's own names, not those of the original checkpoint: transformers loads both, and a resume finds
     # each tensor where it was.
     own = None
-    if not is_pretrained(unwrap(model)) or masters or has_parts(model):
-        tensors = collect_run_tensors(model, masters)
-        own = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    if not is_pretrained(unwrap(model)) or components.masters or has_parts(model):
+        own = {name: value for name, value in components.model.items() if isinstance(value, torch.Tensor)}
     request = request_from_model(model, own, options)
     return replace(request, separate_names=_frozen(model, request))
 

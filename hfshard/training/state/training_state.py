@@ -18,13 +18,12 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.fsdp1 import has_flat_parameters, reshard_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
-    has_parts,
     is_dtensor,
     parameter_names,
     parts_of_parameters,
     tied_parameter_names,
 )
-from hfshard.tensors.zero3 import RUN_REMEDY, is_partitioned
+from hfshard.tensors.zero3 import RUN_REMEDY, has_partitioned, is_partitioned
 from hfshard.training.data.external_loader import track
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
@@ -306,11 +305,12 @@ def is_spread_state(state: TrainingState) -> bool:
     modules = list(state.of_kind("module").values())
     for module in modules:
         _reshard(module)
-    if any(map(has_flat_parameters, modules)):
+    are_flattened = any(map(has_flat_parameters, modules))
+    if are_flattened:
         _reject_flat_gradients(state)
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
-    is_in_parts = bool(state.named_optimizers) or any(map(has_parts, modules))
+    is_in_parts = are_flattened or bool(state.named_optimizers) or any(map(has_partitioned, modules))
     return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
 
 
