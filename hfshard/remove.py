@@ -31,9 +31,8 @@ from hfshard.removal.from_stored_run import remove_from_stored_run, remove_lefto
 from hfshard.removal.removal_plan import Removal, RemovalReport, joined
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
-from hfshard.training.run.find_checkpoint import checkpoint_of_step, open_run
+from hfshard.training.run.find_checkpoint import checkpoint_of_step, is_checkpoint, is_run, open_run
 from hfshard.training.run.manifest import CHECKPOINT
-from hfshard.training.run.reports import is_checkpoint, is_run
 
 _REPO_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """A possible name of a repo, as opposed to a directory."""

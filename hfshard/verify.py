@@ -18,8 +18,7 @@ from hfshard.places.place import CheckPlace, place_to_check
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature
 from hfshard.signing.signer import SignedBy
-from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.run.reports import is_checkpoint, is_run, report_of, reports_of_run
+from hfshard.training.run.find_checkpoint import Level, is_checkpoint, is_run, report_of, reports_of_run
 
 
 @wraps_os_errors("path")

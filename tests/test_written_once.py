@@ -27,7 +27,8 @@ DEFINED_IN = {
     "NewCheckpoint": "commit/transaction",
     "Retry": "stores/retry",
     "Save": "saving/pipeline",
-    "Session": "distributed/rendezvous",
+    "GroupSession": "distributed/rendezvous",
+    "Session": "_util/call_ranks",
     "Transaction": "commit/transaction",
     "check_files": "checkpoint/check_files",
     "compare_file": "checkpoint/check_files",
@@ -48,7 +49,7 @@ LOOPS = {
     "checkpoint/check_files": "retry_if_replaced, which all readers of checkpoints use",
     "commit/store_commit": "plain copies of a save that another one overtakes",
     "hub/push_files": "the conflict of two pushes",
-    "training/run/reports": "the checkpoints of a run, of which rotation removes some",
+    "training/run/find_checkpoint": "the checkpoints of a run, of which rotation removes some",
 }
 REPLACED = ("ChangedError", "StaleParentError", "ReplacedMeanwhile")
 

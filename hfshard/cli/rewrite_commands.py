@@ -268,7 +268,7 @@ def checkpoints(arguments: argparse.Namespace) -> int:
 
 def _list_checkpoints(arguments: argparse.Namespace) -> list[ListedCheckpoint]:
     from hfshard.places.place import place_to_save
-    from hfshard.training.run.reports import report_of
+    from hfshard.training.run.find_checkpoint import report_of
     from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints
 
     def check(found: RunCheckpoint) -> Sequence[Problem]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hfshard._util.call_ranks import Session
 from hfshard.constants import COPY_BYTES
-from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.spread_tensor import ByteArray, Positions, SpreadTensor, scatter_into
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners
 from hfshard.errors import RankFailedError

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfshard._util.call_ranks import has_other_ranks
+from hfshard._util.call_ranks import Session, has_other_ranks
 from hfshard._util.context import bound
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import check_checksums, check_pickles, retry_if_replaced
@@ -28,7 +28,7 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.disk.fsops import is_networked
 from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads, stored_tensors, with_local
-from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
+from hfshard.distributed.rendezvous import ANY_PLACE, GroupSession, session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import sha256_of
@@ -99,7 +99,7 @@ def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptio
     Args, returns, raises: The same as `load_into_module`.
     """
     if checkpoint.reads_ranges:
-        return _load_in_place(model, checkpoint, options, Session.alone())
+        return _load_in_place(model, checkpoint, options, Session())
     return load_into_module(model, checkpoint, options)
 
 
@@ -431,7 +431,7 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[Session]:
         RankFailedError: Another rank failed, died, or did not come.
     """
     if not is_collective or not has_other_ranks():
-        ranks = Session.alone()
+        ranks = Session()
         with bound(_CURRENT_LOAD, ranks):
             yield ranks
     elif not current_load().is_alone:
@@ -446,7 +446,7 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[Session]:
 
 def current_load() -> Session:
     """Return the session of the innermost `load_together` in this thread."""
-    return _CURRENT_LOAD.get() or Session.alone()
+    return _CURRENT_LOAD.get() or Session()
 
 
 def fetch_together(ranks: Session, source: CheckpointSource, progress: bool | None = None) -> ResolvedSource:
@@ -625,7 +625,7 @@ def attribute_collective_failure(ranks: Session) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if ranks.is_alone or isinstance(error, HfshardError) or not _is_of_collective(error):
+        if not isinstance(ranks, GroupSession) or isinstance(error, HfshardError) or not _is_of_collective(error):
             raise
         raise ranks.find_failed_rank(error) from error
 

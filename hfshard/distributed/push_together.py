@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hfshard.distributed.rendezvous import Session, session
+from hfshard._util.call_ranks import Session, has_other_ranks
+from hfshard.distributed.rendezvous import session
 from hfshard.distributed.save_on_ranks import write_on_ranks
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
 from hfshard.format.index import CheckpointIndex
@@ -36,8 +37,8 @@ def push_together(*, is_collective: bool) -> Iterator[Session]:
     Raises:
         RankFailedError: Another rank failed, died, or did not come.
     """
-    if not is_collective:
-        yield Session.alone()
+    if not is_collective or not has_other_ranks():
+        yield Session()
         return
     with session(_CALL, needs_all=True) as ranks:
         yield ranks

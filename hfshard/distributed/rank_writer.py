@@ -15,12 +15,12 @@ from itertools import repeat
 from threading import Event
 from typing import Any, Final, Literal, Self
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt, start_worker
 from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.distributed.exchange import CpuGroup, Exchange
-from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.spread_tensor import ByteArray
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners, assign_owners
 from hfshard.errors import HfshardError

@@ -9,14 +9,13 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from enum import StrEnum
 from threading import Condition
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import torch.distributed as dist
 
-from hfshard._util.call_ranks import call_ranks, has_other_ranks
+from hfshard._util.call_ranks import Role, Session, call_ranks, has_other_ranks
 from hfshard._util.text import describe_error
 from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, open_group_store
 from hfshard.distributed.liveness import (
@@ -50,19 +49,6 @@ _Value = TypeVar("_Value")
 WAIT_SECONDS = 1.0
 """How long the first rank to arrive waits for ranks that are not needed."""
 _FAREWELL_SECONDS: Final = 1.0
-
-
-class Role(StrEnum):
-    """A rank's role in one call."""
-
-    LEADER = "leader"
-    """Take part, and lead: commit, and call `session.finish(...)`."""
-    MEMBER = "member"
-    """Take part."""
-    LATE = "late"
-    """The others began without it: call `session.finish()`, which awaits and returns the outcome of their call."""
-    DECLINED = "declined"
-    """Do nothing."""
 
 
 @contextmanager
@@ -102,7 +88,7 @@ def session(
                 ranks.finish(save(...))
     """
     if not has_other_ranks():
-        yield Session.alone()
+        yield Session()
         return
     rank = dist.get_rank()
     words = _place_of_call(call).encode(errors="surrogateescape")
@@ -110,7 +96,7 @@ def session(
     with closing(open_group_store(death_seconds)) as store:
         if not may_join and not needs_all:
             store.add(f"{key}/declined/{rank}", 1)
-            yield Session(f"{key}/none", (), rank, store=store)
+            yield GroupSession(f"{key}/none", (), rank, store=store)
             return
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
         timeout_seconds = group_timeout_seconds() if timeout_seconds is None else timeout_seconds
@@ -147,12 +133,12 @@ class _Rendezvous:
         self._is_gathered = False
         self._name = ""
         self._world = call_ranks()
-        self.session: Session
+        self.session: GroupSession
 
     def __enter__(self) -> Self:
         self._name = self._enter()
         tag = f"{self._key}/{self._name}"
-        self.session = Session(
+        self.session = GroupSession(
             tag, self._world, self._rank, death_seconds=self._death_seconds, store=self._store, keep_outcome_keys=True
         )
         self.session.__enter__()
@@ -328,15 +314,15 @@ LEAVE_SECONDS: Final = 5.0
 """How long the leader waits, after a failure, until the others have seen it: its process may host the store."""
 
 
-class Session:
-    """The ranks of one call, from arrival to outcome: all of them reach its end, or all raise. Use `session(...)`.
+class GroupSession(Session):
+    """The session of several ranks: all of them reach its end, or all raise. Use `session(...)`.
 
     All communication uses keys of the store, never a collective, in which a dead rank would hang the others. Each rank
     beats in a thread; the first rank, the leader, watches all the others, and they watch the leader and the ranks for
     which they wait. A rank that leaves with an exception reports it, and the others soon raise `RankFailedError`.
 
     Every rank calls `meet`, and the methods that meet (`all_of`, `first`, `each`, `agree`), in the same order. The keys
-    are deleted at the end. Alone, every method is local and immediate.
+    are deleted at the end.
 
     Args:
         tag: The prefix of all keys; never used before in this store.
@@ -348,7 +334,7 @@ class Session:
         keep_outcome_keys: Leave the keys of `outcome_keys` to the caller, to be deleted when no rank needs them.
 
     Example:
-        with Session("save/7", range(4), rank) as ranks:
+        with GroupSession("save/7", range(4), rank) as ranks:
             names = ranks.meet("names", b"...")
             ...
             ranks.finish()
@@ -365,8 +351,8 @@ class Session:
         store: TimeoutStore | None = None,
         keep_outcome_keys: bool = False,
     ) -> None:
-        self.tag, self.ranks, self.rank = tag, sorted(ranks), rank
-        self.is_alone = False
+        super().__init__(ranks, rank)
+        self.tag = tag
         self.death_seconds = death_seconds
         self._timeout_seconds = timeout_seconds or max(PEER_TIMEOUT_SECONDS, group_timeout_seconds())
         self._is_store_mine = store is None
@@ -377,45 +363,12 @@ class Session:
         self._heart: Heartbeat
         self._keys: list[str] = []
         self._meetings = 0
-        self._orders = 0
         self._may_be_done = False
-        self._told_to_itself: dict[str, bytes] = {}
-
-    @classmethod
-    def alone(cls) -> Self:
-        """Return the session of a call that has no other ranks."""
-        session = cls("", (0,), 0, timeout_seconds=PEER_TIMEOUT_SECONDS)
-        session.is_alone = True
-        return session
 
     @property
-    def leader(self) -> int:
-        """The lowest of the ranks."""
-        return self.ranks[0]
-
-    @property
-    def is_leader(self) -> bool:
-        """True on the leader, which commits."""
-        return self.rank in self.ranks[:1]
-
-    @property
-    def role(self) -> Role:
-        """This rank's role in the call."""
-        if not self.ranks:
-            return Role.DECLINED
-        if self.rank not in self.ranks:
-            return Role.LATE
-        return Role.LEADER if self.is_leader else Role.MEMBER
-
-    @property
-    def position(self) -> int:
-        """The position of this rank among the ranks, from 0."""
-        return self.ranks.index(self.rank)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
+    def is_alone(self) -> bool:
+        """False, even if the other ranks have not come."""
+        return False
 
     @property
     def outcome_keys(self) -> list[str]:
@@ -464,7 +417,7 @@ class Session:
         place = f"meet/{self._meetings}"
         labelled = pack({0: name.encode(), 1: value})
         if not self.is_leader:
-            self._put(f"{place}/{self.rank}", labelled)
+            self.put_key(f"{place}/{self.rank}", labelled)
             return unpack(self._await(f"{place}/all", self.leader, [self.leader]))
         values = {self.rank: value}
         for rank in self.ranks[1:]:
@@ -476,15 +429,12 @@ class Session:
                     rank=rank,
                 )
             values[rank] = said[1]
-        if not self.is_alone:
-            self._watch.reset_suspicion(self.ranks)
-            self._put(f"{place}/all", pack(values))
+        self._watch.reset_suspicion(self.ranks)
+        self.put_key(f"{place}/all", pack(values))
         return values
 
     def all_of(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks in order, on every rank, as `meet` does; JSON must support them."""
-        if self.is_alone:
-            return [value]
         return [json.loads(raw) for raw in self.meet("gather", json.dumps(value).encode()).values()]
 
     def first(self, work: Callable[[], _Value]) -> _Value:
@@ -493,8 +443,6 @@ class Session:
         Raises:
             RankFailedError: The work failed; raised on the other ranks. The leader raises its own error.
         """
-        if self.is_alone:
-            return work()
         value: Any = None
         error: BaseException | None = None
         if self.is_leader:
@@ -531,22 +479,15 @@ class Session:
         Raises:
             RankFailedError: Another rank has an error. A rank with its own error raises that.
         """
-        if not self.is_alone:
-            failures = self.all_of(None if error is None else describe_error(error))
-            failed = next(
-                ((rank, text) for rank, text in zip(self.ranks, failures, strict=True) if text is not None), None
-            )
-            if error is None and failed is not None:
-                raise self._failed(*failed)
+        failures = self.all_of(None if error is None else describe_error(error))
+        failed = next(((rank, text) for rank, text in zip(self.ranks, failures, strict=True) if text is not None), None)
+        if error is None and failed is not None:
+            raise self._failed(*failed)
         if error is not None:
             raise error
 
     def _failed(self, rank: int, text: str) -> RankFailedError:
         return RankFailedError(f"Rank {rank} failed, so all {self.world_size} ranks stop: {text}", rank=rank)
-
-    def tell(self, name: str, value: bytes = b"") -> None:
-        """Publish a value, once, for which any rank may `wait_for`."""
-        self._put(f"told/{self.rank}/{name}", value)
 
     def wait_for(self, name: str, from_rank: int) -> bytes:
         """Wait for the value that a rank publishes by this name, and return it.
@@ -556,46 +497,9 @@ class Session:
         """
         return self._await(f"told/{from_rank}/{name}", from_rank, self._watched(from_rank))
 
-    def gather(self, name: str, value: bytes) -> dict[int, bytes]:
-        """Send a value to the leader, once; return those of all ranks there, in order, and nothing on the others.
-
-        Raises:
-            RankFailedError: A rank failed or died; only the leader waits.
-        """
-        if not self.is_leader:
-            self.tell(name, value)
-            return {}
-        return {self.rank: value, **{rank: self.wait_for(name, rank) for rank in self.ranks[1:]}}
-
-    def order(self, value: bytes) -> None:
-        """Publish the leader's next order, which each other rank gets by `next_order`, and may `answer`."""
-        self._orders += 1
-        self.tell(f"order/{self._orders}", value)
-
-    def next_order(self) -> bytes:
-        """Wait for the leader's next order.
-
-        Raises:
-            RankFailedError: A rank failed; or the leader died.
-        """
-        self._orders += 1
-        return self.wait_for(f"order/{self._orders}", self.leader)
-
-    def answer(self, value: bytes = b"") -> None:
-        """Answer the last order, on another rank than the leader."""
-        self.tell(f"done/{self._orders}", value)
-
-    def answers(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Wait for these ranks' answers to the last order, on the leader; return them in ascending order of rank.
-
-        Raises:
-            RankFailedError: A rank failed or died.
-        """
-        return {rank: self.wait_for(f"done/{self._orders}", rank) for rank in sorted(ranks)}
-
     def put_key(self, name: str, value: bytes) -> None:
         """Set a key under the tag, to be deleted at the end."""
-        self._put(name, value)
+        self._keys += self._store.put(self._key(name), value)
 
     def await_key(self, name: str, from_rank: int) -> bytes:
         """Wait for a key under the tag that a rank sets, and return its value; only that rank is watched."""
@@ -610,13 +514,11 @@ class Session:
         Raises:
             RankFailedError: It names the rank.
         """
-        if not self.is_alone:
-            self._watch.check(self._watched() if ranks is None else ranks)
+        self._watch.check(self._watched() if ranks is None else ranks)
 
     def look(self, ranks: Collection[int] | None = None) -> None:
         """Do what `check` does, but only if the last check was a while ago."""
-        if not self.is_alone:
-            self._watch.look(self._watched() if ranks is None else ranks)
+        self._watch.look(self._watched() if ranks is None else ranks)
 
     def await_work(self, work: Any) -> None:
         """Wait for a collective, and check repeatedly whether a rank failed.
@@ -627,10 +529,7 @@ class Session:
         Raises:
             RankFailedError: A rank failed or died, or the collective did.
         """
-        if self.is_alone:
-            work.wait()
-        else:
-            self._watch.await_collective(work, self.ranks, self._watched(), self._timeout_seconds)
+        self._watch.await_collective(work, self.ranks, self._watched(), self._timeout_seconds)
 
     def find_failed_rank(self, error: RuntimeError) -> RankFailedError:
         """Find the rank that made a collective fail: one that reports it, or one that falls silent."""
@@ -643,15 +542,15 @@ class Session:
         the failure matters. If the store is gone, nothing can be reported, and the others detect the failure
         themselves.
         """
-        if self.is_alone or self.rank not in self.ranks:
+        if self.rank not in self.ranks:
             return
         record = failure_record(error, self.rank, may_be_done=self._may_be_done)
         with suppress(RankFailedError):
             known = self._store.get(failed_key(self.tag))
             if self.is_leader:
-                self._put("failed", final_record(known or record))
+                self.put_key("failed", final_record(known or record))
             elif known is None:
-                self._put("failed", record)
+                self.put_key("failed", record)
 
     def begin_step(self) -> None:
         """Note that from here on the leader's step for all ranks, such as a commit, may be done: errors state this.
@@ -686,7 +585,7 @@ class Session:
         """
         if self.is_leader:
             with suppress(RankFailedError):  # the store is gone: the others raise, but the step is done
-                self._put("outcome", value)
+                self.put_key("outcome", value)
             return value
         self.begin_step()
         return self._await("outcome", self.leader, [self.leader], timeout_seconds)
@@ -694,19 +593,11 @@ class Session:
     def _key(self, name: str) -> str:
         return f"{self.tag}/{name}"
 
-    def _put(self, name: str, value: bytes) -> None:
-        if self.is_alone:
-            self._told_to_itself[name] = value
-        else:
-            self._keys += self._store.put(self._key(name), value)
-
     def _watched(self, *more: int) -> Collection[int]:
         return self.ranks if self.is_leader else {self.leader, *more}
 
     def _await(self, name: str, rank: int, watched: Collection[int], timeout_seconds: float | None = None) -> bytes:
         """Wait for a key that a rank sets."""
-        if self.is_alone:
-            return self._told_to_itself[name]
         try:
             return self._awaited(name, rank, watched, timeout_seconds or self._timeout_seconds)
         except RankFailedError as error:

@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import run_in_threads
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.distributed.rank_writer import WriteTask
-from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import WriteJob, digest_shard, synchronize_devices, write_shards, writer_threads

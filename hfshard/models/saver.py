@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.call_ranks import has_other_ranks
+from hfshard._util.call_ranks import Session, has_other_ranks
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import push_together
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch.distributed as dist
 
 from hfshard._util.arguments import wraps_os_errors
-from hfshard._util.call_ranks import among, check_process_group, has_other_ranks
+from hfshard._util.call_ranks import Session, among, check_process_group, has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import agree_on_repo, push_together, send
-from hfshard.distributed.rendezvous import Session
-from hfshard.errors import CheckpointNotFoundError
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.hub.push_files import PushOptions
 from hfshard.places.place import place_to_save
@@ -48,7 +47,7 @@ from hfshard.training.run.manifest import (
 )
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_all, push_found
 from hfshard.training.run.run_writer import RunWriter, check_names
-from hfshard.training.run_ranks import agree_on_place, meet_for
+from hfshard.training.run_ranks import agree_on_place, agree_on_step, meet_for
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from hfshard.training.state.collect_state import RankState, collect, collect_rank, encode_components, save_options
 from hfshard.training.state.step import RestoredStep
@@ -270,16 +269,35 @@ class CheckpointManager(RunReader):
             if step in ("best", "latest"):
                 step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.each(lambda: absolute_place(step))
-            agree_on_place(ranks, place if isinstance(place, str) else self.root, "restores from")
-            signature = required_signature(public_key)
-            is_signed = signature is not None
-            restored = resume_foreign(
-                state, place, keys=keys, strict=strict, verify=verify, session=ranks, must_be_signed=is_signed
-            )
+            if not ranks.is_alone:
+                agree_on_place(ranks, place if isinstance(place, str) else self.root, "restores from")
+                agree_on_step(ranks, "a place" if isinstance(place, str) else str(place))
+            signature = None if public_key is None else required_signature(public_key)
+            restored = None
+            if isinstance(place, str):
+                restored = resume_foreign(
+                    state,
+                    place,
+                    keys=keys,
+                    strict=strict,
+                    verify=verify,
+                    session=ranks,
+                    must_be_signed=signature is not None,
+                )
             if restored is None:
+                if keys is not None:
+                    raise InvalidArgumentError(
+                        "keys is only for other programs' checkpoints: an hfshard checkpoint has names. Leave it out."
+                    )
                 choose = partial(self._choose, place, verify, token)
                 restored = resume(
-                    state, choose, step, strict=strict, session=ranks, signature=signature, without=without
+                    state,
+                    choose,
+                    is_newest=place is None,
+                    strict=strict,
+                    session=ranks,
+                    signature=signature,
+                    without=without,
                 )
         if restored is None:
             raise CheckpointNotFoundError(
@@ -312,10 +330,13 @@ class CheckpointManager(RunReader):
             StateDictMismatchError, SignatureError: The newest one does not fit, or is not signed, as in `restore`.
         """
         with self._restoring("restore_latest", state, without) as (ranks, state):
-            agree_on_place(ranks, self.root, "restores from")
-            signature = required_signature(public_key)
+            if not ranks.is_alone:
+                agree_on_place(ranks, self.root, "restores from")
+            signature = None if public_key is None else required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
-            return resume(state, choose, strict=strict, session=ranks, signature=signature, without=without)
+            return resume(
+                state, choose, is_newest=True, strict=strict, session=ranks, signature=signature, without=without
+            )
 
     @overload
     def push(
@@ -419,7 +440,7 @@ class CheckpointManager(RunReader):
         """Gather the ranks that restore a state together, by the same method, and return what they restore of it."""
         with self._writer.turn(f"{what}()"):
             self._writer.join()  # on every rank: it may be a save by all of them
-            with among(self.process_group), meet_for(what) as ranks:
+            with among(self.process_group), meet_for(what) if has_other_ranks() else nullcontext(Session()) as ranks:
                 ranks.each(self._writer.wait)
                 check_training_state(state)
                 reject_meta(state)
@@ -443,7 +464,6 @@ class CheckpointManager(RunReader):
         passed_over: Collection[str],
     ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
         """Find and check the checkpoint to restore, on the first rank; None: the run has none."""
-        self._writer.wait()
         if step is None:
             return newest_intact(self._storage, verify, self.progress, is_read_next=True, passed_over=passed_over)
         if isinstance(step, str | os.PathLike):

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import torch
 from torch.optim import LBFGS
 
-from hfshard.distributed.rendezvous import Session
+from hfshard._util.call_ranks import Session
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
@@ -99,8 +99,6 @@ def find_stage(state: TrainingState, session: Session) -> Stage | None:
     Raises:
         HfshardError: Another rank could not list its modules.
     """
-    if session.world_size == 1:
-        return None
     digest, ties, own = session.each(lambda: (stage_digest(state), state.tied_parameters(), _names_of(state)))
     digests = session.all_of(digest)
     if len(set(digests)) == 1:

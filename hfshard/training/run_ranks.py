@@ -8,7 +8,8 @@ from typing import Final
 
 import torch
 
-from hfshard.distributed.rendezvous import Session, session
+from hfshard._util.call_ranks import Session
+from hfshard.distributed.rendezvous import session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import sha256_of
 from hfshard.places.place import place_to_save
@@ -46,6 +47,21 @@ def agree_on_place(ranks: Session, path: str, does: str) -> None:
     """Reject ranks that do not mean the same place. Every rank must call; see `reject_other_places`."""
     names = ranks.all_of(names_of_place(path))
     reject_other_places(dict(zip(ranks.ranks, names, strict=True)), does)
+
+
+def agree_on_step(ranks: Session, step: str) -> None:
+    """Reject ranks that do not restore the same step. Every rank must call.
+
+    Args:
+        ranks: Those that restore.
+        step: What this rank restores, in a word.
+
+    Raises:
+        InvalidArgumentError: They differ.
+    """
+    steps = ranks.all_of(step)
+    if any(one != steps[0] for one in steps):
+        raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(steps)}].")
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from typing import Any, Final, Self
 
 import torch
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error
 from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.liveness import pack, unpack
 from hfshard.distributed.rank_writer import RankWriter
-from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, no_bytes_here, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
@@ -114,7 +114,8 @@ def save_spread(
                 "The ranks have different modules, and FullyShardedDataParallel (FSDP1) has flattened some. Shard the "
                 "stages of a pipeline with torch.distributed.fsdp.fully_shard."
             )
-        order = replace(order, state=with_named_states(order.state, partial(_values_of_all, session)))
+        if order.state.is_flattened:
+            order = replace(order, state=with_named_states(order.state, partial(_values_of_all, session)))
         if is_pipeline:
             order = replace(order, state=_as_stage(order.state, session, stages))
         components, of_a_rank = _share_components(order, session, stages) if is_pipeline else (None, own.objects)

@@ -17,7 +17,7 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.places.place import place_to_save
-from hfshard.training.run.find_checkpoint import open_run
+from hfshard.training.run.find_checkpoint import as_problems, is_checkpoint, may_be_run, open_run
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
@@ -27,7 +27,6 @@ from hfshard.training.run.manifest import (
     best_of,
     is_own_name,
 )
-from hfshard.training.run.reports import as_problems, is_checkpoint, may_be_run
 from hfshard.training.state.collect_state import STATE_BASE
 
 _MOST_FOLDERS: Final = 32

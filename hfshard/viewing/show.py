@@ -14,9 +14,8 @@ from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_check, place_to_load
-from hfshard.training.run.find_checkpoint import live_problems
+from hfshard.training.run.find_checkpoint import as_problems, is_run, live_problems
 from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint, folder_at, read_manifest
-from hfshard.training.run.reports import as_problems, is_run
 from hfshard.viewing.describe import headline
 from hfshard.viewing.diff_checkpoints import diff_by_digests, diff_checkpoints
 from hfshard.viewing.diff_tensors import Side, side_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hfshard.distributed import liveness
 from hfshard.distributed.group_store import TimeoutStore
 from hfshard.distributed.liveness import Heartbeat, Watch, beat_key, current_process, failed_key, failure_record
-from hfshard.distributed.rendezvous import Session
+from hfshard.distributed.rendezvous import GroupSession
 from hfshard.errors import RankFailedError
 
 # torch lists its stores in its documentation only
@@ -137,7 +137,7 @@ def test_what_another_rank_told_does_not_hide_that_the_leader_has_ended() -> Non
 
     with (
         pytest.raises(RankFailedError, match=r"^Rank 0 sent no more heartbeats: its process has ended") as caught,
-        Session("save", [0, 1, 2], 1, store=store, death_seconds=1.5, timeout_seconds=60) as ranks,
+        GroupSession("save", [0, 1, 2], 1, store=store, death_seconds=1.5, timeout_seconds=60) as ranks,
     ):
         ranks.finish()
     assert caught.value.rank == 0
@@ -148,5 +148,5 @@ def test_the_outcome_of_a_leader_that_has_ended_is_heard() -> None:
     store = TellsLate(_HASH_STORE())
     store.last_words = {"save/outcome": b"done", "save/beat/0": b"2 " + ended_record()}
 
-    with Session("save", [0, 1], 1, store=store, death_seconds=1.5, timeout_seconds=60) as ranks:
+    with GroupSession("save", [0, 1], 1, store=store, death_seconds=1.5, timeout_seconds=60) as ranks:
         assert ranks.finish() == b"done"

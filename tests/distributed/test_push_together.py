@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hfshard._util.call_ranks import Session
 from hfshard.distributed.push_together import StagingFolder, agree_on_repo, push_together, send, stage, staging_folder
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.push_files import PushRequest, collect_directory, push_files

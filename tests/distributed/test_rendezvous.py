@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import hfshard
+from hfshard._util.call_ranks import Role
 from hfshard.distributed.liveness import announce_arrival, group_timeout_seconds
-from hfshard.distributed.rendezvous import Role, Session, session
+from hfshard.distributed.rendezvous import GroupSession, session
 from hfshard.errors import RankFailedError, RankMissingError
 from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
 
@@ -278,8 +279,8 @@ def _die(rank: int) -> None:
     assert caught.value.rank == 2, str(caught.value)
     assert "had stopped sending heartbeats" in str(caught.value)
     # What needs nobody goes on, once both are here again: who keeps a session stays a second for those who look.
-    with Session("here", [0, 1], rank) as ranks:
-        ranks.meet("here")
+    with GroupSession("here", [0, 1], rank) as both:
+        both.meet("here")
     assert _take_part("/plain", b"saved", wait_seconds=DEATH_SECONDS) == (_role(rank), [0, 1], b"saved")
     with (
         pytest.raises(RankFailedError) as caught,

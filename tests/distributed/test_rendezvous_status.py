@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfshard.distributed.rendezvous import Session
+from hfshard._util.call_ranks import Session
+from hfshard.distributed.rendezvous import GroupSession
 from hfshard.errors import RankFailedError, RankMissingError
 from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
 
@@ -36,7 +37,7 @@ def _raised_by(work: Callable[[], object]) -> RankFailedError:
 
 def _say_and_hear(rank: int, world_size: int) -> None:
     everyone = list(range(world_size))
-    with Session("say", everyone, rank) as ranks:
+    with GroupSession("say", everyone, rank) as ranks:
         assert ranks.leader == 0
         assert ranks.meet("names", b"of %d" % rank) == {other: b"of %d" % other for other in everyone}
         assert ranks.meet("names") == dict.fromkeys(everyone, b"")  # the second time, not the first one's words
@@ -60,7 +61,7 @@ def _save_often(rank: int, world_size: int, times: int) -> None:
     dist.barrier()
     before = count_keys()
     for number in range(times):
-        with Session(f"often/{number}", range(world_size), rank) as ranks:
+        with GroupSession(f"often/{number}", range(world_size), rank) as ranks:
             ranks.meet("names", b"n")
             ranks.tell("large", random.Random(rank).randbytes(2 << 20)) if number == 0 else None
             ranks.finish(b"done")
@@ -81,7 +82,7 @@ def _fail_on_each(rank: int, world_size: int) -> None:
         error = errors[number % 2]
 
         def save(wait: Any = wait, error: BaseException = error, failing: int = failing, number: int = number) -> None:
-            with Session(f"fail/{number}", range(world_size), rank) as ranks:
+            with GroupSession(f"fail/{number}", range(world_size), rank) as ranks:
                 ranks.meet("begin")
                 if rank == failing:
                     raise error
@@ -108,7 +109,7 @@ def _fail_in_work(rank: int, world_size: int) -> None:
         if rank == failing:
             raise OSError(28, "No space left on device")
 
-    with Session("work", range(world_size), rank) as ranks:
+    with GroupSession("work", range(world_size), rank) as ranks:
         for failing, call in ((0, ranks.first), (last, ranks.each)):
             work = partial(fail_on, failing)
             with pytest.raises(
@@ -125,7 +126,7 @@ def _fail_in_work(rank: int, world_size: int) -> None:
 
 def _do_other_things(rank: int, world_size: int) -> None:
     def save() -> None:
-        with Session("other", range(world_size), rank) as ranks:
+        with GroupSession("other", range(world_size), rank) as ranks:
             ranks.meet("exchange" if rank == 1 else "plan")
 
     told = _raised_by(save)
@@ -134,7 +135,7 @@ def _do_other_things(rank: int, world_size: int) -> None:
 
     def wait() -> None:
         timeout_seconds = 60 if rank else 0.5
-        with Session("dawdle", range(world_size), rank, timeout_seconds=timeout_seconds) as ranks:
+        with GroupSession("dawdle", range(world_size), rank, timeout_seconds=timeout_seconds) as ranks:
             if rank == 0:
                 ranks.wait_for("never", 1)
             ranks.finish()
@@ -147,7 +148,7 @@ def _fail_too_late(rank: int, world_size: int) -> None:
     """A rank fails while the leader does its step: the others hear from the leader that it is done."""
     failing = world_size - 1
     raised = pytest.raises(KeyboardInterrupt) if rank == failing else contextlib.nullcontext()
-    with raised, Session("late", range(world_size), rank) as ranks:
+    with raised, GroupSession("late", range(world_size), rank) as ranks:
         ranks.meet("begin")
         if rank == failing:
             raise KeyboardInterrupt
@@ -178,7 +179,7 @@ def _stop_and_die(rank: int) -> None:
     pids: dict[int, int] = {}
 
     def stop() -> None:
-        with Session("stop", range(4), rank, death_seconds=DEATH_SECONDS) as ranks:
+        with GroupSession("stop", range(4), rank, death_seconds=DEATH_SECONDS) as ranks:
             pids.update({other: int(pid) for other, pid in ranks.meet("pids", b"%d" % os.getpid()).items()})
             if rank == 2:
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -191,7 +192,7 @@ def _stop_and_die(rank: int) -> None:
         os.kill(pids[2], signal.SIGCONT)
 
     def die(kind: str, dying: int, members: range) -> None:
-        with Session(kind, members, rank) as ranks:
+        with GroupSession(kind, members, rank) as ranks:
             ranks.meet("begin")
             if rank == dying:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -215,7 +216,7 @@ def test_ranks_that_are_stopped_or_killed_are_named(tmp_path: Path) -> None:
 
 def _lose_the_store(rank: int, kind: signal.Signals) -> None:
     def save() -> None:
-        with Session("lose", range(3), rank, death_seconds=DEATH_SECONDS) as ranks:
+        with GroupSession("lose", range(3), rank, death_seconds=DEATH_SECONDS) as ranks:
             host = int(ranks.meet("pids", b"%d" % os.getpid())[0])
             hosts.append(host)
             ranks.tell("heard")
@@ -231,7 +232,7 @@ def _lose_the_store(rank: int, kind: signal.Signals) -> None:
     assert told.rank == 0
     assert "rank 0, which hosts it," in str(told)
     assert ("The outcome is unknown" in str(told)) == (rank == 2)
-    told = _raised_by(lambda: Session("again", range(3), rank, death_seconds=1).__enter__())
+    told = _raised_by(lambda: GroupSession("again", range(3), rank, death_seconds=1).__enter__())
     assert told.rank == 0
     if rank == 1:
         say("rank 1 has tried again")
@@ -249,7 +250,7 @@ def test_a_store_whose_host_is_gone_or_stopped_is_an_error(tmp_path: Path, kind:
 
 
 def _host_leaves_first(rank: int) -> None:
-    with Session("leave", range(3), rank) as ranks:
+    with GroupSession("leave", range(3), rank) as ranks:
         if rank == 2:
             time.sleep(0.2)  # a slow one
         assert ranks.finish(b"done") == b"done"
@@ -264,7 +265,10 @@ def test_the_host_of_the_store_leaves_when_all_know_the_outcome(tmp_path: Path) 
 
 def _meet_after_a_stop(rank: int) -> None:
     """Rank 0 is stopped until rank 1, which has come to the second meeting, has given up."""
-    with pytest.raises(RankFailedError) as caught, Session("s", [0, 1], rank, death_seconds=DEATH_SECONDS) as ranks:
+    with (
+        pytest.raises(RankFailedError) as caught,
+        GroupSession("s", [0, 1], rank, death_seconds=DEATH_SECONDS) as ranks,
+    ):
         leader = int(ranks.meet("begin", b"%d" % os.getpid())[0])
         if rank == 0:
             ranks.await_key("meet/2/1", 1)  # it has come to the next meeting

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.rendezvous import Session
+from hfshard.distributed.rendezvous import GroupSession
 from hfshard.distributed.replica_writer import ReplicaWriter
 from hfshard.distributed.save_on_ranks import save_together
 from hfshard.errors import RankFailedError
@@ -116,7 +116,7 @@ def write_on_two_nodes(rank: int, place: Path) -> None:
     (place / f"node {rank}" / "staging").mkdir(parents=True)
     os.chdir(place / f"node {rank}")
     tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
-    with Session("save", range(2), rank) as ranks:
+    with GroupSession("save", range(2), rank) as ranks:
         writer = ReplicaWriter(ranks, tensors)
         if rank == 1:
             writer.follow()

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from hfshard.distributed.group_store import TimeoutStore
-from hfshard.distributed.rendezvous import Session
+from hfshard.distributed.rendezvous import GroupSession
 from hfshard.distributed.save_on_ranks import SaveOutcome
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, FileDigest
@@ -81,7 +81,7 @@ def index_of_many_tensors() -> CheckpointIndex:
 def end_a_save(rank: int, ports: tuple[int, int], path: Path) -> None:
     store: Any = dist.TCPStore("127.0.0.1", ports[rank], 2, is_master=rank == 0)  # type: ignore[attr-defined]
     index = index_of_many_tensors()
-    with Session("save", range(2), rank, store=TimeoutStore(store)) as ranks:
+    with GroupSession("save", range(2), rank, store=TimeoutStore(store)) as ranks:
         if rank == 0:
             SaveOutcome.tell(ranks, index, "listing")
         else:

@@ -94,7 +94,7 @@ class MemoryRun:
     def transaction(self, save: RunSave) -> Iterator[MemoryRunTransaction]:
         found = self.checkpoints()
         save_number = max((one.save_number for one in found), default=0) + 1
-        manifest = save.manifest(save_number, lambda: found)
+        manifest = CheckpointManifest.begun(save.step, save_number, save.metrics, lambda: found)
         yield MemoryRunTransaction(checkpoint_path(self.root, save.step), manifest, save)
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:

@@ -202,6 +202,7 @@ def stepped_by_deepspeed(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.usefixtures("deepspeed")
 @pytest.mark.parametrize("make", [stepped_by_deepspeed, lambda model: DeepSpeedZeroOptimizer()])
 def test_an_optimizer_in_parts_is_not_saved_though_the_model_is_gathered(
     make: Callable[[nn.Module], Any], tmp_path: Path

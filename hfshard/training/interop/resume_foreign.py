@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.text import shorten_list
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -35,10 +35,10 @@ from hfshard.training.restoring.part_planner import (
     check_components,
     unsaved_components,
 )
-from hfshard.training.restoring.read_state import StateLayouts
+from hfshard.training.restoring.spread_read import StateLayouts
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.reordering import find_in
-from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
+from hfshard.training.state.rng import check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState, is_spread_state
 
@@ -49,7 +49,7 @@ _SHOWN = 20
 
 def resume_foreign(
     state: TrainingState,
-    place: Any,
+    place: str,
     *,
     keys: Mapping[str, str] | None,
     strict: bool,
@@ -75,13 +75,9 @@ def resume_foreign(
         UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    reader = session.each(lambda: reader_of(place) if isinstance(place, str) else None)  # a step is this run's
+    reader = session.each(lambda: reader_of(place))
     is_foreign = session.all_of(reader is not None)
     if not any(is_foreign):
-        if keys is not None:
-            raise InvalidArgumentError(
-                "keys is only for other programs' checkpoints: an hfshard checkpoint has names. Leave it out."
-            )
         return None
     differing = InvalidArgumentError(f"All ranks must restore the same place, but this one got {place!r:.500}.")
     session.agree(None if all(is_foreign) else differing)
@@ -106,7 +102,7 @@ def _resume(
 ) -> RestoredStep:
     assert reader is not None  # every rank has one
     is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
-    stage = find_stage(state, session)
+    stage = None if session.is_alone else find_stage(state, session)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
     has_names = is_partitioned_directory(path)
     if any(session.all_of(is_stage or (is_spread and not has_names))):
@@ -174,10 +170,7 @@ def plan_foreign(
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         _plan(planner, name, foreign, layouts)
-    restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
-    if not any(isinstance(part, Gradients) for part in state.components.values()):
-        modules = [state.components[name] for name in common if state.kinds[name] == "module"]
-        restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+    restoration.follow(state, common)
     if foreign.rng is not None:
         rng = foreign.rng
         check_rng_state(rng, foreign.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +15,13 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from hfshard._util.call_ranks import Session
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
-from hfshard.distributed.rendezvous import Session
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnstorableTensorError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
+    assign,
     is_dtensor,
     local_tensor,
     reject_freed,
@@ -28,6 +30,7 @@ from hfshard.tensors.state_dict import (
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import stage_digest
 from hfshard.training.state.flat_optimizer import local_states
+from hfshard.training.state.nested import decode, encode
 from hfshard.training.state.optimizer import (
     group_names,
     link_inner_optimizers,
@@ -35,7 +38,7 @@ from hfshard.training.state.optimizer import (
     regroup,
     reject_sharded_state,
 )
-from hfshard.training.state.pending_loads import PendingLoad, StatefulLoad
+from hfshard.training.state.pending_loads import PendingLoad
 from hfshard.training.state.reordering import (
     PER_GROUP,
     Reordering,
@@ -47,11 +50,72 @@ from hfshard.training.state.reordering import (
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import plan_scheduler
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import PartKind, TrainingState
-from hfshard.training.state.zero_runs import Masters, assign_run_tensors, collect_run_tensors, keep_parts
+from hfshard.training.state.training_state import PartKind, TrainingState, collect_run_tensors
+from hfshard.training.state.zero_runs import Masters, assign_run_tensors, keep_parts
+
+logger = logging.getLogger(__name__)
 
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
 """The order of comparison: if the model differs, its optimizer does too, and the model's error is clearer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulLoad:
+    """A user's own object, and the state that it is about to load."""
+
+    name: str
+    part: Any
+    state: Any
+    directory: str
+    """The checkpoint's directory, for messages."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the state.
+
+        Raises:
+            DamagedCheckpointError: The state is not one that a save writes.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            encode(self.state, self.name, tensors)
+        except UnstorableTensorError as error:
+            raise DamagedCheckpointError(
+                f"The state of '{self.name}' in the checkpoint '{self.directory}' is not what hfshard writes: "
+                f"{error.message} Restore another checkpoint, or download it again.",
+                path=self.directory,
+            ) from error
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def load(self) -> None:
+        """Load the state.
+
+        Raises:
+            StateDictMismatchError: The object raised an error of any kind.
+        """
+        try:
+            self.part.load_state_dict(self.state)
+        except HfshardError:
+            raise
+        except Exception as error:
+            raise StateDictMismatchError(
+                f"'{self.name}' ({type(self.part).__name__}) refused its state in the checkpoint '{self.directory}': "
+                f"{error}. Nothing else was restored. Build it as in the saved run.",
+                path=self.directory,
+            ) from error
+
+    def now(self) -> Any:
+        """Copy the object's current state."""
+        tensors: dict[str, torch.Tensor] = {}
+        nested = encode(self.part.state_dict(), self.name, tensors)
+        return decode(nested, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
+
+    def put_back(self, before: Any) -> None:
+        """Load what `now` returned; if the object refuses that too, it stays as it is, which is logged."""
+        try:
+            self.part.load_state_dict(before)
+        except Exception as error:  # noqa: BLE001 - the first refusal is being raised
+            logger.error("Cannot undo the load of '%s' (%s): %s", self.name, type(self.part).__name__, error)
 
 
 @dataclass
@@ -71,6 +135,13 @@ class Restoration:
     without_gradients: list[nn.Parameter] = field(default_factory=list)
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
+
+    def follow(self, state: TrainingState, names: Collection[str]) -> None:
+        """Note what changes along with the parts of these names: the next `iter()` of loaders, and old gradients."""
+        self.trackers = [one for name in names if isinstance(one := state.components[name], LoaderTracker)]
+        if not any(isinstance(part, Gradients) for part in [*state.components.values(), *state.left_out.values()]):
+            modules = [state.components[name] for name in names if state.kinds[name] == "module"]
+            self.without_gradients = [parameter for module in modules for parameter in module.parameters()]
 
     def apply(self, session: Session) -> None:
         """Load everything on all ranks, the random number generators last. Every rank must call.
@@ -166,7 +237,8 @@ class PartPlanner:
             reject_sharded_state(part, name)
             value = regroup(value, part, self.parameter_names, name, self.directory)
             self.saved[name]["state"] = {**self.saved[name]["state"], "groups": value["groups"]}
-            value = local_states(self.state, name, value, self.parameter_names, self.directory)
+            if self.state.is_flattened:
+                value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
@@ -179,8 +251,6 @@ class PartPlanner:
 
 # Application of a restoration on all ranks, or on none: if anything refuses, every part gets its old state back.
 
-
-logger = logging.getLogger(__name__)
 
 Undo = Callable[[], None]
 
@@ -209,7 +279,7 @@ def load_all(
         if is_kept:  # weights that nothing can refuse need no copy
             undo += [one.keep() for one in weights if one.keep is not None]
         for one in weights:
-            one.run(directory, "Nothing was restored" if is_kept else "It may be half restored")
+            _run(one, directory, "Nothing was restored" if is_kept else "It may be half restored")
 
 
 @contextmanager
@@ -259,9 +329,32 @@ def _load_parts(
     for pending_load in pending_loads:
         if pending_load.undo is not None:
             undo.append(pending_load.undo)
-            pending_load.run(directory)
+            _run(pending_load, directory)
     for one in last:
         one.load()
+
+
+def _run(pending_load: PendingLoad, directory: str, outcome: str = "Nothing was restored") -> None:
+    """Load a part.
+
+    Args:
+        pending_load: Its planned load.
+        directory: The checkpoint's directory, for messages.
+        outcome: A description of what an error leaves behind.
+
+    Raises:
+        StateDictMismatchError: The part raised an error of any kind.
+    """
+    try:
+        pending_load.load()
+    except HfshardError:
+        raise
+    except Exception as error:
+        raise StateDictMismatchError(
+            f"'{pending_load.name}' refused its state in the checkpoint '{directory}': {error}. {outcome}. Build it as "
+            "in the saved run.",
+            path=directory,
+        ) from error
 
 
 # Comparison of the parts of a training state with a checkpoint's: which ones exist, and of which kind.
@@ -442,7 +535,10 @@ def plan_module(
         differences.append(message)
         mismatched = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in mismatched}
-    load = partial(assign_run_tensors, module, tensors, masters)
+    is_of_deepspeed = "deepspeed" in sys.modules
+    load = (
+        partial(assign_run_tensors, module, tensors, masters) if is_of_deepspeed else partial(assign, module, tensors)
+    )
     return PendingLoad(name, load, keep=partial(keep_module, module, masters), may_refuse=may_refuse(module))
 
 

@@ -6,18 +6,20 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
+from hfshard._util.call_ranks import Session
 from hfshard.checkpoint.folder import Folder
+from hfshard.checkpoint.load_options import read_tensors
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.digests import Verify
+from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.strict_json import parse_json_object
-from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.pipeline_stages import StageNames
 from hfshard.training.restoring.part_planner import (
     PART_ORDER,
@@ -29,12 +31,12 @@ from hfshard.training.restoring.part_planner import (
     take_converted,
     unsaved_components,
 )
-from hfshard.training.restoring.read_state import ReadPart, part_reader
+from hfshard.training.restoring.spread_read import StateLayouts, read_local_parts
 from hfshard.training.run.manifest import TRAINING_STATE, CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.flat_optimizer import with_flat_groups
 from hfshard.training.state.nested import decode, tensor_names
-from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state
+from hfshard.training.state.rng import check_rng_state, reject_unreduced, seed_from_state, set_rng_state
 from hfshard.training.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ def plan_restoration(
     manifest: CheckpointManifest,
     *,
     strict: bool,
+    is_spread: bool,
     session: Session,
     stage: StageNames | None = None,
     without: Collection[str] = (),
@@ -59,6 +62,7 @@ def plan_restoration(
         folder: The checkpoint's folder.
         manifest: The checkpoint's manifest.
         strict: Reject any difference; else what differs stays as it was built, and is reported.
+        is_spread: Whether the state is spread over ranks: then this rank's parts are read.
         session: That of the ranks that restore.
         stage: The names that its modules have, if other ranks have the rest; None: all.
         without: Parts of the checkpoint to leave out; they were removed from the state already.
@@ -74,9 +78,12 @@ def plan_restoration(
     path = os.path.join(directory, TRAINING_STATE)
     saved_state = _parse_training_state(folder.read_small(TRAINING_STATE, MAX_INDEX_BYTES), path)
     saved_ranks = saved_state["ranks"]
-    own = saved_ranks[session.position if session.position < len(saved_ranks) else 0]
+    own_rank = session.position if session.position < len(saved_ranks) else 0
+    own = saved_ranks[own_rank]
     components = {**saved_state["components"], **own["components"]}
-    saved = with_flat_groups(state, {name: entry for name, entry in components.items() if name not in without})
+    saved = {name: entry for name, entry in components.items() if name not in without}
+    if state.is_flattened:
+        saved = with_flat_groups(state, saved)
     match_gradient_kind(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else session.world_size)
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     if restoration.lacking:
@@ -84,7 +91,7 @@ def plan_restoration(
     elsewhere = parts_of_other_stages(state, own)
     may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
-    read = part_reader(state, folder, manifest, session.position if session.position < len(saved_ranks) else 0)
+    read = part_reader(folder, manifest, own_rank, StateLayouts(state) if is_spread else None)
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)
@@ -112,14 +119,57 @@ def plan_restoration(
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         planner.plan(name)
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
-    restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
-    if not any(isinstance(part, Gradients) for part in [*state.components.values(), *state.left_out.values()]):
-        modules = [state.components[name] for name in common if state.kinds[name] == "module"]
-        restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+    restoration.follow(state, common)
     if rng is not None or not restoration.lacking:
         check_rng_state(rng, path)
         restoration.set_rng = _rng_update(rng, len(saved_ranks), session, directory)
     return restoration
+
+
+# The tensors of the checkpoint, one set of files after another.
+
+
+class ReadPart(Protocol):
+    """Reads one set of tensors of a checkpoint."""
+
+    def __call__(
+        self, base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return name -> tensor, of the wanted names or of all.
+
+        Tensors that are only copied from (`is_copied`) may be mapped files.
+        """
+
+
+def part_reader(
+    folder: Folder, manifest: CheckpointManifest, own_rank: int, layouts: StateLayouts | None = None
+) -> ReadPart:
+    """Build the function that reads the tensors of one set of files.
+
+    Tensors with which the training continues are read into memory: a mapped file would keep its disk space after its
+    checkpoint was removed by rotation.
+
+    Args:
+        folder: The checkpoint's folder.
+        manifest: The checkpoint's manifest.
+        own_rank: The rank whose own random numbers and positions are read.
+        layouts: Those of a state that is spread over ranks, of which this rank's parts are read.
+    """
+    verify: Verify = "full" if folder.traits.verifies_reads else "structure"
+
+    def read(
+        base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        names = WeightNames(base=base)
+        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
+        if entry is None:
+            return {}
+        with open_checkpoint(folder, use_safetensors=True, base=base, weights_name=entry, verify=verify) as checkpoint:
+            if layouts is not None:
+                return read_local_parts(checkpoint, base, layouts, own_rank, is_wanted)
+            return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
+
+    return read
 
 
 class _Planner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,10 +10,10 @@ from typing import Any, Final
 
 import torch
 
+from hfshard._util.call_ranks import Session
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import SignatureRequirement
-from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -44,8 +43,8 @@ Choose = Callable[[Collection[str]], ChosenCheckpoint | None]
 def resume(
     state: TrainingState,
     choose: Choose,
-    wanted: int | str | os.PathLike[str] | None = None,
     *,
+    is_newest: bool,
     strict: bool,
     session: Session,
     signature: SignatureRequirement | None = None,
@@ -56,7 +55,7 @@ def resume(
     Args:
         state: It is changed if every rank can restore it.
         choose: Called on the first rank, with the paths of checkpoints that were found damaged when they were read.
-        wanted: The step or place that this rank requests, which must be the same step on every rank.
+        is_newest: Whether it is the newest one of the run; if it proves damaged, it is passed over.
         strict: Reject any difference.
         session: That of the ranks that restore.
         signature: The required signer of every file, which each rank checks; None: no signature is needed.
@@ -66,15 +65,10 @@ def resume(
         The step; None if there is no checkpoint.
 
     Raises:
-        InvalidArgumentError: The ranks request different steps; nothing was changed.
         StateDictMismatchError, DamagedCheckpointError, SignatureError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    wishes = session.all_of("a place" if isinstance(wanted, str | os.PathLike) else str(wanted))
-    if any(wish != wishes[0] for wish in wishes):
-        raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(wishes)}].")
     with torch.inference_mode(False):  # what is restored will be trained
-        is_newest = wanted is None
         return _resume_on_ranks(state, choose, session, signature, without, strict=strict, is_newest=is_newest)
 
 
@@ -88,8 +82,8 @@ def _resume_on_ranks(
     strict: bool,
     is_newest: bool,
 ) -> RestoredStep | None:
-    session.each(lambda: is_spread_state(state))
-    stage = find_stage(state, session)
+    is_spread = session.each(lambda: is_spread_state(state))
+    stage = None if session.is_alone else find_stage(state, session)
     own, names = (state, None) if stage is None else (stage.state, stage.names)
     passed_over: list[str] = []
     for _ in range(_TRIES):
@@ -108,7 +102,14 @@ def _resume_on_ranks(
                 check_files(folder, manifest.files, "structure")
             with _all_signed(checkpoint, manifest, signature):
                 restoration = plan_restoration(
-                    own, folder, manifest, strict=strict, session=session, stage=names, without=without
+                    own,
+                    folder,
+                    manifest,
+                    strict=strict,
+                    is_spread=is_spread,
+                    session=session,
+                    stage=names,
+                    without=without,
                 )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Final, Literal, TypeGuard
@@ -41,6 +41,23 @@ class CheckpointManifest:
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileDigest] = field(default_factory=dict)
     """Every file of the checkpoint except the manifest."""
+
+    @classmethod
+    def begun(
+        cls, step: int, save_number: int, metrics: dict[str, float] | None, found: Callable[[], Iterable[RunCheckpoint]]
+    ) -> CheckpointManifest:
+        """Build the manifest of a save, without files.
+
+        Args:
+            step: The checkpoint's.
+            save_number: Larger than those of all earlier saves into the run.
+            metrics: The checkpoint's; None: those of the one that it replaces, if any.
+            found: Lists the run's checkpoints; called only if the metrics are those of one of them.
+        """
+        if metrics is None:
+            replaced = next((one.manifest for one in found() if one.step == step and one.is_own), None)
+            metrics = {} if replaced is None else replaced.metrics
+        return cls(step, save_number, metrics)
 
     def with_files(self, shards: Mapping[str, FileDigest], small_files: Mapping[str, bytes]) -> CheckpointManifest:
         """Return the manifest of a checkpoint with these shards and small files."""
@@ -172,6 +189,7 @@ class RunCheckpoint:
         step: The step in its name.
         read: Reads the manifest; None: from its folder.
         save_id: In a store, the number and id in its objects' names; None: the manifest has the number.
+        open_folder: Opens its folder; `LocalFolder` if it is known to be in a directory.
     """
 
     def __init__(
@@ -181,10 +199,12 @@ class RunCheckpoint:
         read: Callable[[], CheckpointManifest] | None = None,
         *,
         save_id: SaveId | None = None,
+        open_folder: Callable[[str], Folder] = folder_at,
     ) -> None:
         self.path = path
         self.step = step
         self.save_id = save_id
+        self._open_folder = open_folder
         self._read = read or (lambda: read_manifest(self.folder()))
 
     def __repr__(self) -> str:
@@ -203,7 +223,7 @@ class RunCheckpoint:
 
     def folder(self) -> Folder:
         """Open its folder; nothing is read yet, or kept of an earlier call."""
-        return folder_at(self.path)
+        return self._open_folder(self.path)
 
     def reread(self) -> RunCheckpoint:
         """Return the checkpoint that is there now, by the manifest in its folder."""
@@ -219,7 +239,8 @@ class RunCheckpoint:
         return (now.save_number, now.files) == (was.save_number, was.files)
 
     def _in(self, folder: Folder) -> RunCheckpoint:
-        return RunCheckpoint(self.path, self.step, partial(read_manifest, folder)).read()
+        read = partial(read_manifest, folder)
+        return RunCheckpoint(self.path, self.step, read, open_folder=self._open_folder).read()
 
     def read(self) -> RunCheckpoint:
         """Read the manifest now, and return the checkpoint."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
+from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.commit.transaction import JobsOf, KnownFile
 from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
@@ -39,6 +40,7 @@ from hfshard.training.run.manifest import (
     CheckpointManifest,
     RunCheckpoint,
     checkpoint_path,
+    folder_at,
     is_own_name,
     newest_first,
 )
@@ -63,11 +65,13 @@ def staging_path(root: str, step: int) -> str:
 def checkpoints_in(root: str) -> list[RunCheckpoint]:
     """List every checkpoint in a run directory, damaged ones too, as `newest_first` sorts them."""
     found: list[RunCheckpoint] = []
+    # A relative path is resolved, so that problems are named by absolute ones.
+    open_folder: Callable[[str], Folder] = LocalFolder if os.path.isabs(root) else folder_at
     for _ in range(_LOOKS):
         names = _names_in(root)
         gone: list[str] = []
         listed = _step_directories(root, names, gone)
-        found = [RunCheckpoint(os.path.join(root, name), step).read() for name, step in listed]
+        found = [RunCheckpoint(os.path.join(root, name), step, open_folder=open_folder).read() for name, step in listed]
         if not gone and _names_in(root) == names:
             break
     return newest_first(found)
@@ -285,7 +289,7 @@ class RunDirectory:
         with self._change():
             found = self.checkpoints()
             save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
-            manifest = save.manifest(save_number, lambda: found)
+            manifest = CheckpointManifest.begun(save.step, save_number, save.metrics, lambda: found)
             newest = next((one for one in found if one.manifest is not None), None)
             directory = staging_path(self.root, save.step)
             target = RunDirectoryTransaction(self.root, directory, manifest, save)

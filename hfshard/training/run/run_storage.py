@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.commit.transaction import NewCheckpoint, ShardWriter, Transaction
-from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
+from hfshard.training.run.manifest import RunCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +25,6 @@ class RunSave:
     """Writes the shards."""
     progress_callback: ProgressCallback
     """Called from any thread with the number of bytes that were written."""
-
-    def manifest(self, save_number: int, found: Callable[[], Iterable[RunCheckpoint]]) -> CheckpointManifest:
-        """Build the manifest, without files.
-
-        Args:
-            save_number: Larger than those of all earlier saves into the run.
-            found: Lists the run's checkpoints; called only if the metrics are those of one of them.
-        """
-        if self.metrics is not None:
-            return CheckpointManifest(self.step, save_number, self.metrics)
-        replaced = next((one.manifest for one in found() if one.step == self.step and one.is_own), None)
-        return CheckpointManifest(self.step, save_number, {} if replaced is None else replaced.metrics)
 
 
 class RunTransaction(Transaction, Protocol):

@@ -142,7 +142,9 @@ class RunStore:
         seen = self._look()
         self._seen = None  # until the save is done
         save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
-        manifest = save.manifest(save_id.number, lambda: self._checkpoints_in(seen.folders))
+        manifest = CheckpointManifest.begun(
+            save.step, save_id.number, save.metrics, lambda: self._checkpoints_in(seen.folders)
+        )
         folder = checkpoint_path("", save.step)
         self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())
         objects = SaveObjects(

@@ -30,7 +30,7 @@ _NOT_ALONE: Final = frozenset({"XLORA"})
 
 
 def adapter_request(model: Any, options: SaveOptions) -> SaveRequest | None:
-    """Request the files that PEFT would write for the active adapter. A restore does not need them.
+    """Request the files that PEFT, which is imported, would write for the active adapter. A restore does not need them.
 
     They repeat tensors of the model's files, under PEFT's names. There are none for learned prompts, of which PEFT
     saves the encoder's output; if several adapters are active at once; and for X-LoRA.
@@ -42,10 +42,10 @@ def adapter_request(model: Any, options: SaveOptions) -> SaveRequest | None:
     Returns:
         The request; None if there are no such files.
     """
-    peft = sys.modules.get("peft")
+    peft: Any = sys.modules["peft"]
     model = unwrap(model)
-    found = None if peft is None else _active_adapter(model, peft.PeftModel)
-    if peft is None or found is None or found[1].is_prompt_learning or found[1].peft_type in _NOT_ALONE:
+    found = _active_adapter(model, peft.PeftModel)
+    if found is None or found[1].is_prompt_learning or found[1].peft_type in _NOT_ALONE:
         return None
     name, config = found
     is_wrapped = isinstance(model, peft.PeftModel)

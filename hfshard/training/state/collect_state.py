@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -17,7 +18,7 @@ from hfshard.models.model_kinds import is_pretrained, request_from_model
 from hfshard.models.module_weights import whole_tensors
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.tensors.parameter_names import unwrap
-from hfshard.tensors.state_dict import collect_state_dict, has_parts, parameter_names
+from hfshard.tensors.state_dict import collect_state_dict, has_parts, has_spread, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
 from hfshard.training.state.adapter import ADAPTER_BASE, adapter_request
 from hfshard.training.state.flat_optimizer import with_named_states
@@ -25,8 +26,8 @@ from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer, reject_unsaved
 from hfshard.training.state.rng import rng_state
 from hfshard.training.state.scheduler import encode_scheduler
-from hfshard.training.state.training_state import PartKind, TrainingState
-from hfshard.training.state.zero_runs import Masters, collect_run_tensors
+from hfshard.training.state.training_state import PartKind, TrainingState, collect_run_tensors
+from hfshard.training.state.zero_runs import Masters
 
 TRAINING_STATE_FORMAT: Final = 1
 """The format of `training_state.json`."""
@@ -73,9 +74,9 @@ class SavePayload:
                 "The model is one of several pipeline stages, but there is no process group to save the others with. "
                 "Save before destroy_process_group(), on every rank."
             )
-        requests = {
-            base: replace(request, tensors=whole_tensors(request.tensors)) for base, request in self.requests.items()
-        }
+        spread = {base: request for base, request in self.requests.items() if has_spread(request.tensors)}
+        whole = {base: replace(one, tensors=whole_tensors(one.tensors)) for base, one in spread.items()}
+        requests = self.requests | whole
         for request in requests.values():
             tensor_specs(request.tensors)
         return replace(self, requests=requests)
@@ -93,6 +94,8 @@ class Components:
     """The tensors of all other components, except the model."""
     masters: Masters = field(default_factory=dict)
     """What the optimizers step on for the model's parameters."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """What `collect_run_tensors` returned for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,8 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     found = Components({}, {}, {}, state.masters)
-    state = with_named_states(state)
+    if state.is_flattened:
+        state = with_named_states(state)
     names = state.parameter_names()
     for name, kind in state.kinds.items():
         if kind != "loader" and name not in left_out:
@@ -197,8 +201,8 @@ def collect(
     raw = padded_json({**state, "lacking": list(lacking)} if lacking else state)
     requests = {}
     if model is not None:
-        requests[MODEL_BASE] = _model_request(model, options, components.masters)
-        if (adapter := adapter_request(model, options)) is not None:
+        requests[MODEL_BASE] = _model_request(model, options, components)
+        if "peft" in sys.modules and (adapter := adapter_request(model, options)) is not None:
             requests[ADAPTER_BASE] = adapter
     for base, part_tensors in (("optimizer", components.optimizer_tensors), (STATE_BASE, tensors)):
         if part_tensors:
@@ -216,7 +220,8 @@ def _encode_component(
 ) -> Any:
     part = state.components[name]
     if name == "model":
-        return encode(_no_tensors(collect_run_tensors(part, state.masters)), name, found.tensors)
+        found.model.update(collect_run_tensors(part, state.masters))
+        return encode(_no_tensors(found.model), name, found.tensors)
     if kind == "optimizer":
         reject_unsaved(part, name, state.components.values())
     if kind == "optimizer" and name == "optimizer":
@@ -234,13 +239,12 @@ def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, ten
     return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 
 
-def _model_request(model: torch.nn.Module, options: SaveOptions, masters: Masters) -> SaveRequest:
+def _model_request(model: torch.nn.Module, options: SaveOptions, components: Components) -> SaveRequest:
     # Under the model's own names, not those of the original checkpoint: transformers loads both, and a resume finds
     # each tensor where it was.
     own = None
-    if not is_pretrained(unwrap(model)) or masters or has_parts(model):
-        tensors = collect_run_tensors(model, masters)
-        own = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    if not is_pretrained(unwrap(model)) or components.masters or has_parts(model):
+        own = {name: value for name, value in components.model.items() if isinstance(value, torch.Tensor)}
     request = request_from_model(model, own, options)
     return replace(request, separate_names=_frozen(model, request))
 

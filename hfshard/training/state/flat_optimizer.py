@@ -24,7 +24,7 @@ Exchange = Callable[[str, bytes], Iterable[bytes]]
 
 
 def with_named_states(state: TrainingState, exchange: Exchange | None = None) -> TrainingState:
-    """Return a copy of a state whose optimizers have, by each parameter, parts of its state; the state, without FSDP1.
+    """Return a copy of a state that FSDP1 has flattened, whose optimizers have, by each parameter, parts of its state.
 
     A rank has a state only of parameters of which it has elements. The counts of the others come from the ranks that
     have their first elements.
@@ -37,8 +37,6 @@ def with_named_states(state: TrainingState, exchange: Exchange | None = None) ->
         InvalidArgumentError: A state is not element by element; or the ranks disagree about one.
     """
     flats = _flats_of(state)
-    if not flats:
-        return state
     names = state.parameter_names()
     named = copy.copy(state)
     named.components = {
@@ -213,11 +211,8 @@ def local_states(
     Raises:
         StateDictMismatchError: Parameters of one flat parameter have different counts, or only some have a state.
     """
-    flats = _flats_of(state)
-    if not flats:
-        return saved
     slots = dict(saved["state"])
-    for flat in flats:
+    for flat in _flats_of(state):
         if flat.is_trained:
             inside = [names[id(member.parameter)] for member in flat.members]
             held = [slots.pop(name) for name in inside if name in slots]

@@ -13,7 +13,7 @@ from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.training.state.nested import encode
-from hfshard.training.state.pending_loads import PendingLoad, check_class, check_options
+from hfshard.training.state.pending_loads import PendingLoad, check_options, class_mismatch
 from hfshard.training.state.reordering import (
     Names,
     Reordering,
@@ -90,12 +90,15 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             another order, and a part of the state depends on it.
     """
     _check_form(saved)
-    check_class(saved["class"], optimizer, "optimizer", component, path)
     if saved["class"] is None:
         check_options(optimizer, [group["options"] for group in saved["groups"]], component, path)
+    elif saved["class"] != type(optimizer).__qualname__:
+        raise class_mismatch(saved["class"], optimizer, "optimizer", component, path)
     current = optimizer.state_dict()
     position_names = _position_names(optimizer, current, names, component)
-    matched = _matched_groups(optimizer, saved["groups"], names, component, path)
+    built = group_names(optimizer, names, component)
+    is_same_order = built == [group["params"] for group in saved["groups"]]
+    matched = saved["groups"] if is_same_order else _matched_groups(built, saved["groups"], component, path)
     positions = {name: position for position, name in position_names.items()}
     unknown = [name for name in saved["state"] if name not in positions]
     if unknown:
@@ -107,7 +110,8 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             unexpected_keys=tuple(unknown),
         )
     state = {positions[name]: value for name, value in saved["state"].items()} | saved["others"]
-    _reject_ordered_state(optimizer, saved, names, component, path)
+    if not is_same_order:
+        _reject_ordered_state(optimizer, saved, names, component, path)
     groups = [
         {**now, **to_devices_of(_options_in_order(optimizer, number, before, names, component, path), now)}
         | {**_kept_options(now), "params": now["params"]}
@@ -269,10 +273,9 @@ def _name_of(parameter: torch.Tensor, names: Names, component: str, group: int) 
 
 
 def _matched_groups(
-    optimizer: Optimizer, saved: list[dict[str, Any]], names: Names, component: str, path: str
+    current: Sequence[Sequence[str]], saved: list[dict[str, Any]], component: str, path: str
 ) -> list[dict[str, Any]]:
     """Find the saved group for each of the optimizer's groups: the one with the same parameters, in any order."""
-    current = group_names(optimizer, names, component)
     positions = matched_positions(current, [group["params"] for group in saved])
     if positions is not None:
         return [saved[position] for position in positions]
@@ -303,10 +306,8 @@ def _matched_groups(
 
 
 def _reject_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> None:
-    """Reject a state that belongs not to one parameter but to all in their order, if that order has changed."""
+    """Reject a state that belongs not to one parameter but to all in their order, which has changed."""
     before = [group["params"] for group in saved["groups"]]
-    if group_names(optimizer, names, component) == before:
-        return
     if saved.get("by_position"):
         raise _ordered("state", optimizer, [name for group in before for name in group], component, path)
     parameters = {names[id(one)]: one for one in _all_parameters(optimizer)}

@@ -1,79 +1,15 @@
-"""Planned loads that can still fail, how to undo them, and checks that an object is of the class that was saved."""
+"""Planned loads that can still fail, with their undo, and checks that an object is of the class that was saved."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from torch.optim import Optimizer
 
 from hfshard._util.text import shorten_list
-from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnstorableTensorError
-from hfshard.training.state.nested import decode, encode
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StatefulLoad:
-    """A user's own object, and the state that it is about to load."""
-
-    name: str
-    part: Any
-    state: Any
-    directory: str
-    """The checkpoint's directory, for messages."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors in the state.
-
-        Raises:
-            DamagedCheckpointError: The state is not one that a save writes.
-        """
-        tensors: dict[str, torch.Tensor] = {}
-        try:
-            encode(self.state, self.name, tensors)
-        except UnstorableTensorError as error:
-            raise DamagedCheckpointError(
-                f"The state of '{self.name}' in the checkpoint '{self.directory}' is not what hfshard writes: "
-                f"{error.message} Restore another checkpoint, or download it again.",
-                path=self.directory,
-            ) from error
-        return sum(tensor.nbytes for tensor in tensors.values())
-
-    def load(self) -> None:
-        """Load the state.
-
-        Raises:
-            StateDictMismatchError: The object raised an error of any kind.
-        """
-        try:
-            self.part.load_state_dict(self.state)
-        except HfshardError:
-            raise
-        except Exception as error:
-            raise StateDictMismatchError(
-                f"'{self.name}' ({type(self.part).__name__}) refused its state in the checkpoint '{self.directory}': "
-                f"{error}. Nothing else was restored. Build it as in the saved run.",
-                path=self.directory,
-            ) from error
-
-    def now(self) -> Any:
-        """Copy the object's current state."""
-        tensors: dict[str, torch.Tensor] = {}
-        nested = encode(self.part.state_dict(), self.name, tensors)
-        return decode(nested, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
-
-    def put_back(self, before: Any) -> None:
-        """Load what `now` returned; if the object refuses that too, it stays as it is, which is logged."""
-        try:
-            self.part.load_state_dict(before)
-        except Exception as error:  # noqa: BLE001 - the first refusal is being raised
-            logger.error("Cannot undo the load of '%s' (%s): %s", self.name, type(self.part).__name__, error)
+from hfshard.errors import StateDictMismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +25,6 @@ class PendingLoad:
     """For weights: copies them, and returns a function that restores them."""
     may_refuse: bool = False
     """For weights: whether the user's own hook or method may refuse them."""
-
-    def run(self, directory: str, outcome: str = "Nothing was restored") -> None:
-        """Load the part.
-
-        Args:
-            directory: The checkpoint's directory, for messages.
-            outcome: A description of what an error leaves behind.
-
-        Raises:
-            StateDictMismatchError: The part raised an error of any kind.
-        """
-        try:
-            self.load()
-        except HfshardError:
-            raise
-        except Exception as error:
-            raise StateDictMismatchError(
-                f"'{self.name}' refused its state in the checkpoint '{directory}': {error}. {outcome}. Build it as in "
-                "the saved run.",
-                path=directory,
-            ) from error
 
 
 # Checks that a state is restored into an object of the class that it was taken from, or of one with such states.
@@ -139,28 +54,24 @@ _SHOWN: Final = 5
 """The number of names that a message lists."""
 
 
-def check_class(saved: str | None, part: object, kind: str, name: str, path: str) -> None:
-    """Reject an object of another class; its module may have moved since.
+def class_mismatch(saved: str, part: object, kind: str, name: str, path: str) -> StateDictMismatchError:
+    """Build the error for an object of another class than the one whose state was saved.
 
     Args:
-        saved: The qualified name of the class that was saved; None if the program that saved it did not record it.
+        saved: The qualified name of that class, whose module may have moved since.
         part: The object that was built.
-        kind: "optimizer" or "scheduler", for messages.
+        kind: "optimizer" or "scheduler".
         name: Its name in the training state.
         path: The checkpoint's path.
-
-    Raises:
-        StateDictMismatchError: The classes differ.
     """
     found = type(part).__qualname__
-    if saved is not None and saved != found:
-        raise StateDictMismatchError(
-            f"'{name}' is {_a(found)}, but the checkpoint '{path}' has the state of {_a(saved)}. Build the {kind} as "
-            "in the saved run, or pass strict=False to leave this one as built.",
-            path=path,
-            expected=saved,
-            actual=found,
-        )
+    return StateDictMismatchError(
+        f"'{name}' is {_a(found)}, but the checkpoint '{path}' has the state of {_a(saved)}. Build the {kind} as "
+        "in the saved run, or pass strict=False to leave this one as built.",
+        path=path,
+        expected=saved,
+        actual=found,
+    )
 
 
 def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name: str, path: str) -> None:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hfshard.errors import StateDictMismatchError, UnstorableTensorError
 from hfshard.pickles.plain_values import NOT_STORED, NotStored
 from hfshard.training.state.nested import ObjectState, encode
-from hfshard.training.state.pending_loads import PendingLoad, check_class, check_entries
+from hfshard.training.state.pending_loads import PendingLoad, check_entries, class_mismatch
 from hfshard.training.state.reordering import Reordering
 
 _NEVER_STORED: Final = (
@@ -88,9 +88,10 @@ def plan_scheduler(
     """
     if not isinstance(saved["state"], dict):
         raise TypeError("the state of a scheduler is not a dict")
-    check_class(saved["class"], scheduler, "scheduler", name, path)
     if saved["class"] is None:
         check_entries(scheduler, saved["state"], name, path)
+    elif saved["class"] != type(scheduler).__qualname__:
+        raise class_mismatch(saved["class"], scheduler, "scheduler", name, path)
     parts = _part_classes(scheduler)
     if saved.get("parts", parts) != parts:
         raise _differs("_schedulers", name, path, str(saved["parts"]), str(parts))

@@ -17,18 +17,18 @@ from torch.utils.data import DataLoader
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.fsdp1 import has_flat_parameters, reshard_parameters
 from hfshard.tensors.state_dict import (
-    has_parts,
+    collect_state_dict,
     is_dtensor,
     parameter_names,
     parts_of_parameters,
     tied_parameter_names,
 )
-from hfshard.tensors.zero3 import RUN_REMEDY, is_partitioned
+from hfshard.tensors.zero3 import RUN_REMEDY, has_partitioned, is_partitioned
 from hfshard.training.data.external_loader import track
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import is_scheduler
-from hfshard.training.state.zero_runs import Masters, NamedOptimizer, is_of_deepspeed, named_optimizers
+from hfshard.training.state.zero_runs import Masters, NamedOptimizer, is_of_deepspeed, named_masters, named_optimizers
 
 PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
 """The kind of a part. Each rank saves its own parts of the kind "loader" (data positions, accumulating gradients);
@@ -117,6 +117,8 @@ class TrainingState:
         Raises:
             InvalidArgumentError: DeepSpeed has partitioned an optimizer in another way.
         """
+        if "deepspeed" not in sys.modules:
+            return self
         optimizers = self.of_kind("optimizer")
         engines = {name: part for name, part in self._engines.items() if name in optimizers}
         named = named_optimizers(optimizers, engines, [*self._naming_modules().values()])
@@ -131,6 +133,11 @@ class TrainingState:
     def masters(self) -> Masters:
         """What ZeRO 1 and 2 step on for the parameters."""
         return {key: one for named in self.named_optimizers.values() for key, one in named.masters.items()}
+
+    @property
+    def is_flattened(self) -> bool:
+        """True if FSDP1 has put parameters of a module into flat ones."""
+        return any(map(has_flat_parameters, self._naming_modules().values()))
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """Return the parts of one kind, by name.
@@ -174,6 +181,22 @@ class TrainingState:
             prefix = "" if component == "model" else f"{component}:"
             found += [[prefix + name for name in names] for names in tied_parameter_names(module)]
         return found
+
+
+def collect_run_tensors(module: nn.Module, masters: Masters) -> dict[str, Any]:
+    """Collect the tensors of a module that a run saves: of what DeepSpeed trains, what its optimizer steps on.
+
+    Args:
+        module: With or without wrappers; not changed.
+        masters: Those of the training state.
+
+    Returns:
+        What `collect_state_dict` returns, with a `FlatTensor` for each parameter that has parts on the ranks. Tied
+        names share one.
+    """
+    found = collect_state_dict(module, "run")
+    own = named_masters(module, masters) if masters else {}
+    return found | {name: one for name, one in own.items() if name in found}
 
 
 def check_training_state(state: object) -> None:
@@ -282,11 +305,12 @@ def is_spread_state(state: TrainingState) -> bool:
     modules = list(state.of_kind("module").values())
     for module in modules:
         _reshard(module)
-    if any(map(has_flat_parameters, modules)):
+    are_flattened = any(map(has_flat_parameters, modules))
+    if are_flattened:
         _reject_flat_gradients(state)
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
-    is_in_parts = bool(state.named_optimizers) or any(map(has_parts, modules))
+    is_in_parts = are_flattened or bool(state.named_optimizers) or any(map(has_partitioned, modules))
     return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
 
 
@@ -300,7 +324,9 @@ def _reject_deepspeed(state: TrainingState) -> None:
         if state.kinds[name] == "module":
             parts_of_parameters(part, "run")
         trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
-        if name not in state.named_optimizers and (is_of_deepspeed(part) or any(map(is_partitioned, chain(*trained)))):
+        if name in state.named_optimizers or "deepspeed" not in sys.modules:
+            continue
+        if is_of_deepspeed(part) or any(map(is_partitioned, chain(*trained))):
             raise InvalidArgumentError(
                 f"Cannot save or restore a run with '{name}' ({type(part).__qualname__}): DeepSpeed ZeRO has "
                 f"partitioned its state across the ranks. Nothing was changed. {RUN_REMEDY}"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor, PartOfParameter
 from hfshard.tensors.parameter_names import unwrap, without_wrappers, wrapped_prefixes
-from hfshard.tensors.state_dict import assign, collect_state_dict, parts_of_parameters
+from hfshard.tensors.state_dict import assign, parts_of_parameters
 from hfshard.tensors.zero3 import RUN_REMEDY, PartitionedParameter, refresh_masters
 from hfshard.training.state.optimizer import with_groups
 from hfshard.training.state.pending_loads import PendingLoad
@@ -24,27 +24,14 @@ Masters = Mapping[int, FlatTensor]
 """Id of a parameter -> what ZeRO 1 or 2 steps on for it, if every rank has all of the parameter itself."""
 
 
-def collect_run_tensors(module: nn.Module, masters: Masters) -> dict[str, Any]:
-    """Collect the tensors of a module that a run saves: of what DeepSpeed trains, what its optimizer steps on.
-
-    Args:
-        module: With or without wrappers; not changed.
-        masters: Those of the training state.
-
-    Returns:
-        What `collect_state_dict` returns, with a `FlatTensor` for each parameter that has parts on the ranks. Tied
-        names share one.
-    """
-    found = collect_state_dict(module, "run")
-    own = _named_parameters(module) if masters else {}
-    return found | {name: masters[id(one)] for name, one in own.items() if id(one) in masters and name in found}
+def named_masters(module: nn.Module, masters: Masters) -> dict[str, FlatTensor]:
+    """Return those of a module's parameters, by name; tied names share one."""
+    return {name: masters[id(one)] for name, one in _named_parameters(module).items() if id(one) in masters}
 
 
-def run_tensors_in_parts(module: nn.Module, masters: Masters) -> dict[str, Any]:
-    """Do what `collect_run_tensors` does, without the parameters that have parts while each rank needs all of them."""
-    whole = {name for name, part in _parts_of(module).items() if part.is_whole}
-    whole |= {name for name, one in _named_parameters(module).items() if id(one) in masters}
-    return {name: one for name, one in collect_run_tensors(module, masters).items() if name not in whole}
+def names_of_whole(module: nn.Module, masters: Masters) -> set[str]:
+    """Name the parameters of a module that have parts on the ranks, while each rank needs all of them."""
+    return {name for name, part in _parts_of(module).items() if part.is_whole} | named_masters(module, masters).keys()
 
 
 def spread_parameters(module: nn.Module) -> dict[int, FlatTensor]:
@@ -57,7 +44,7 @@ def assign_run_tensors(module: nn.Module, tensors: Mapping[str, Any], masters: M
 
     Args:
         module: Unwrapped; changed.
-        tensors: What `collect_run_tensors` names: this rank's part of those in `run_tensors_in_parts`, else all.
+        tensors: What `collect_run_tensors` names: all of those in `names_of_whole`, else this rank's part.
         masters: Those of the training state; changed.
     """
     own = _named_parameters(module) if masters else {}

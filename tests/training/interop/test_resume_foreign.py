@@ -252,6 +252,19 @@ def test_what_a_file_never_holds_is_reported(tmp_path: Path, manager: Checkpoint
     assert torch.initial_seed() == 5
 
 
+def test_gradients_that_are_left_out_stay_as_they_are(tmp_path: Path, manager: CheckpointManager) -> None:
+    path = tutorial(tmp_path)
+    parts = stepped(net())
+    parts.model(torch.ones(2, 4)).sum().backward()
+    before = [parameter.grad.clone() for parameter in parts.model.parameters() if parameter.grad is not None]
+
+    manager.restore(TrainingState(**parts.named, held=Gradients(parts.model)), path, without=["held"])
+
+    after = [parameter.grad for parameter in parts.model.parameters() if parameter.grad is not None]
+    assert len(after) == len(before) > 0
+    assert all(map(torch.equal, after, before))
+
+
 @pytest.mark.parametrize("key", ["rng_state", "torch_rng_state", "cuda_rng_state_all", "random_state", "RNG", "rng"])
 def test_generators_that_a_file_holds_are_reported_too(key: str, tmp_path: Path, manager: CheckpointManager) -> None:
     torch.manual_seed(5)

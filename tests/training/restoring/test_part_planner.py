@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hfshard.distributed.rendezvous import Session
+from hfshard._util.call_ranks import Session
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.restoring.part_planner import all_or_nothing, may_refuse
@@ -87,7 +87,7 @@ def test_each_part_is_put_back_though_one_refuses_that_too(caplog: pytest.LogCap
     with (
         caplog.at_level(logging.ERROR),
         pytest.raises(KeyError, match="weights"),
-        all_or_nothing(Session.alone(), undo),
+        all_or_nothing(Session(), undo),
     ):
         raise KeyError("weights")
     assert was_put_back == ["last", "first"]

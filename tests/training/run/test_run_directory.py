@@ -40,6 +40,21 @@ def count_of(manager: CheckpointManager, step: int | None = None) -> int:
     return int(counter.values["count"])
 
 
+def test_problems_of_a_run_at_a_relative_path_are_named_by_absolute_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        manifest = Path(manager.save(1, state()), "checkpoint.json")
+    manifest.write_bytes(b"{}")
+    monkeypatch.chdir(tmp_path)
+
+    [found] = checkpoints_in("run")
+
+    assert found.path == "run/checkpoint-00000001"
+    assert found.problem is not None
+    assert found.problem.path == str(manifest)
+
+
 def test_a_run_is_made_with_all_directories_above_it(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "a/b/c run é") as manager:
         path = manager.save(1, state(7))

@@ -41,6 +41,30 @@ def test_a_tensor_without_bytes_is_refused_before_it_is_copied(
     assert list(tmp_path.iterdir()) == []
 
 
+class Counts(nn.Linear):
+    """A layer that counts how often it is asked for its state."""
+
+    asked = 0
+
+    def get_extra_state(self) -> int:
+        self.asked += 1
+        return 7
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == 7
+
+
+def test_a_save_asks_a_module_for_its_state_once(tmp_path: Path) -> None:
+    model, ema = Counts(2, 2), Counts(2, 2)
+    state = TrainingState(model=model, ema=ema)
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        assert (model.asked, ema.asked) == (1, 1)
+
+        assert manager.restore_latest(state) == 1
+
+
 def test_frozen_weights_between_trained_ones_have_files_of_their_own_that_are_linked(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
     for layer in list(model)[::2]:

@@ -11,7 +11,7 @@ import torch
 from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.reports import as_problems, is_checkpoint, is_run, report_of, reports_of_run
+from hfshard.training.run.find_checkpoint import as_problems, is_checkpoint, is_run, report_of, reports_of_run
 
 
 def save(root: Path, *steps: int, max_shard_size: int | str = "1GB") -> Path:

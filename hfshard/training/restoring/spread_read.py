@@ -1,77 +1,28 @@
-"""The tensors of a training checkpoint, read for the state that is restored: this rank's part of each."""
+"""The tensors of a training checkpoint, read for a state that is spread over ranks: this rank's part of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
-from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import read_tensors
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.read_parts import read_parts, stored_tensors
 from hfshard.errors import UnstorableTensorError
-from hfshard.format.digests import Verify
-from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.file_names import MODEL_BASE
 from hfshard.tensors.flat_tensor import FlatTensor
 from hfshard.tensors.state_dict import is_dtensor, is_spread_tensor
-from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
 from hfshard.training.state.flat_optimizer import with_named_states
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
-from hfshard.training.state.training_state import TrainingState, is_spread_state
-from hfshard.training.state.zero_runs import run_tensors_in_parts, spread_parameters
-
-
-class ReadPart(Protocol):
-    """Reads one set of tensors of a checkpoint."""
-
-    def __call__(
-        self, base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """Return name -> tensor, of the wanted names or of all.
-
-        Tensors that are only copied from (`is_copied`) may be mapped files.
-        """
-
-
-def part_reader(state: TrainingState, folder: Folder, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
-    """Build the function that reads the tensors of one set of files.
-
-    Tensors with which the training continues are read into memory: a mapped file would keep its disk space after its
-    checkpoint was removed by rotation. For a state that is spread over ranks, this rank's parts are read.
-
-    Args:
-        state: The state that is restored.
-        folder: The checkpoint's folder.
-        manifest: The checkpoint's manifest.
-        own_rank: The rank whose own random numbers and positions are read.
-    """
-    verify: Verify = "full" if folder.traits.verifies_reads else "structure"
-    layouts = StateLayouts(state) if is_spread_state(state) else None
-
-    def read(
-        base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
-    ) -> dict[str, torch.Tensor]:
-        names = WeightNames(base=base)
-        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
-        if entry is None:
-            return {}
-        with open_checkpoint(folder, use_safetensors=True, base=base, weights_name=entry, verify=verify) as checkpoint:
-            if layouts is not None:
-                return read_local_parts(checkpoint, base, layouts, own_rank, is_wanted)
-            return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
-
-    return read
-
-
-# Layouts for a restore: each tensor is distributed like its counterpart in the current state.
-
+from hfshard.training.state.training_state import TrainingState, collect_run_tensors
+from hfshard.training.state.zero_runs import Masters, names_of_whole, spread_parameters
 
 _PLAIN_SLOT: Final = "step"
 """The slot that torch's optimizers count in a plain number, whatever the parameter is."""
@@ -128,10 +79,11 @@ class StateLayouts:
     def _live(self) -> Mapping[str, dict[str, torch.Tensor]]:
         """The tensors that the state has, by set and name."""
         found: dict[str, dict[str, torch.Tensor]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
-        for name, part in with_named_states(self._state).components.items():
+        state = with_named_states(self._state) if self._state.is_flattened else self._state
+        for name, part in state.components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
-                own = run_tensors_in_parts(part, self._state.masters)
+                own = _tensors_in_parts(part, self._state.masters)
                 found[MODEL_BASE] = {key: one for key, one in own.items() if isinstance(one, torch.Tensor)}
             elif kind == "optimizer":
                 base, prefix = ("optimizer", "") if name == "optimizer" else (STATE_BASE, f"{name}/")
@@ -144,7 +96,7 @@ class StateLayouts:
         own: dict[str, torch.Tensor] = {}
         try:
             is_module = isinstance(part, torch.nn.Module)
-            encode(run_tensors_in_parts(part, self._state.masters) if is_module else part.state_dict(), name, own)
+            encode(_tensors_in_parts(part, self._state.masters) if is_module else part.state_dict(), name, own)
         except UnstorableTensorError:
             return  # an object that cannot be saved now may be restored
         tensors |= own
@@ -161,6 +113,12 @@ class StateLayouts:
         return next((parameter for parameter in found if parameter is not None), None)
 
 
+def _tensors_in_parts(module: torch.nn.Module, masters: Masters) -> dict[str, Any]:
+    """Do what `collect_run_tensors` does, without the parameters that have parts while each rank needs all of them."""
+    whole = names_of_whole(module, masters)
+    return {name: one for name, one in collect_run_tensors(module, masters).items() if name not in whole}
+
+
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Allocate the same part of a tensor with another dtype, without its values."""
     return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
@@ -172,9 +130,6 @@ def _empty_everywhere(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype
     local = torch.empty(shape, dtype=dtype, device=parameter.to_local().device)
     placements = [Replicate()] * parameter.device_mesh.ndim
     return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False)
-
-
-# Reading for a state that is spread over ranks: this rank's part of each tensor.
 
 
 def read_local_parts(

@@ -1,8 +1,7 @@
-"""Stored tensors are read as the state has them: in full, or this rank's part, and never another rank's own."""
+"""Stored tensors are read as a spread state has them: in full, or this rank's part, and never another rank's own."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,8 @@ import hfshard
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.format.index import FileDigest
 from hfshard.training import TrainingState
-from hfshard.training.restoring.read_state import ReadPart, StateLayouts, part_reader, read_local_parts
+from hfshard.training.restoring.restoration import part_reader
+from hfshard.training.restoring.spread_read import StateLayouts, read_local_parts
 from hfshard.training.run.manifest import CheckpointManifest, folder_at
 
 RANK = 1
@@ -36,35 +36,6 @@ def state() -> TrainingState:
     model = nn.Linear(2, 4)
     model.weight = nn.Parameter(spread(torch.zeros(4, 2)))
     return TrainingState(model, torch.optim.AdamW(model.parameters()))
-
-
-def reader(place: Path, state: TrainingState, *names: str) -> ReadPart:
-    manifest = CheckpointManifest(1, 0, {}, {name: FileDigest() for name in names})
-    return part_reader(state, folder_at(str(place)), manifest, own_rank=RANK)
-
-
-def test_a_set_that_the_manifest_does_not_name_has_no_tensors(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2), "b": torch.zeros(1)}, tmp_path / "state.safetensors")
-    read = reader(tmp_path, TrainingState(), "state.safetensors")
-
-    assert read("optimizer") == {}
-    assert reader(tmp_path, TrainingState())("state") == {}
-    assert {name: one.tolist() for name, one in read("state").items()} == {"b": [0.0], "w": [1.0, 1.0]}
-    assert [*read("state", lambda name: name == "w")] == ["w"]
-
-
-def test_what_training_goes_on_with_is_in_memory_and_what_is_copied_is_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "state.safetensors"
-    save_file({"w": torch.full((1024,), 3, dtype=torch.uint8)}, path)
-    read = reader(tmp_path, TrainingState(), "state.safetensors")
-    kept, copied = read("state")["w"], read("state", is_copied=True)["w"]
-
-    fd = os.open(path, os.O_WRONLY)
-    os.pwrite(fd, bytes([9]) * 1024, path.stat().st_size - 1024)
-    os.close(fd)
-
-    assert kept.unique().tolist() == [3]
-    assert copied.unique().tolist() == [9]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +68,9 @@ def test_a_spread_state_reads_its_own_rows_of_tied_names_too(tmp_path: Path, sta
     rows = torch.arange(8.0).reshape(4, 2)
     state.components["model"].register_parameter("tied", state.components["model"].weight)
     hfshard.save_state_dict({"weight": rows, "tied": rows, "bias": torch.ones(4)}, tmp_path)
+    manifest = CheckpointManifest(1, 0, {}, {"model.safetensors": FileDigest()})
 
-    found = reader(tmp_path, state, "model.safetensors")("model")
+    found = part_reader(folder_at(str(tmp_path)), manifest, own_rank=RANK, layouts=StateLayouts(state))("model")
 
     assert isinstance(found["weight"], DTensor)
     assert found["weight"].to_local().tolist() == [[4.0, 5.0], [6.0, 7.0]]
