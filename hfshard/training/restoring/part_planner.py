@@ -285,11 +285,18 @@ def take_converted(state: TrainingState, saved: dict[str, Any]) -> None:
             saved[name] = {**saved[name], "kind": kind}
 
 
-def parts_of_other_stages(state: TrainingState, own: Mapping[str, Any]) -> set[str]:
-    """List what each pipeline stage saved for itself, if this rank has another stage, or the full model."""
+def parts_of_other_ranks(state: TrainingState, own: Mapping[str, Any], *, is_same_number: bool) -> set[str]:
+    """List what each rank saved for itself and cannot be this rank's.
+
+    With another stage of a pipeline, or the full model, that is everything but the loader; among another number of
+    ranks, optimizers, which then step other parameters on each.
+    """
+    optimizers = {name for name, entry in own["components"].items() if entry.get("kind") == "optimizer"}
     alone = {name for name, entry in own["components"].items() if entry.get("kind") != "loader"}
     alone |= {name for name, part in state.components.items() if isinstance(part, Gradients)} & own["components"].keys()
-    return alone if alone and own.get("stage") not in (None, stage_digest(state)) else set()
+    if alone and own.get("stage") not in (None, stage_digest(state)):
+        return alone
+    return set() if is_same_number else optimizers
 
 
 def check_components(
@@ -309,7 +316,7 @@ def check_components(
         saved: The components of the checkpoint.
         directory: The checkpoint's directory, for messages.
         differences: Receives descriptions of them.
-        elsewhere: Parts that other stages have saved for themselves.
+        elsewhere: Parts that other ranks have saved for themselves.
         strict: Reject any of them.
         may_lack: Parts that the checkpoint need not have.
 
@@ -320,9 +327,9 @@ def check_components(
     for name in wanted:
         if name in elsewhere:
             differences.append(
-                f"Each pipeline stage saved its own '{name}' in '{directory}', but this rank has another stage, or the "
-                "whole model. Restore on as many ranks with the same stages, or pass strict=False to leave it as "
-                "built."
+                f"Each rank saved its own '{name}' in '{directory}', but there are more or fewer ranks now, or this "
+                "one has other layers of the model. Restore on as many ranks with the same pipeline stages, or pass "
+                "strict=False to leave it as built."
             )
         elif name not in saved:
             differences.append(
