@@ -176,11 +176,12 @@ class TrainingState:
         return found
 
 
-def check_training_state(state: object) -> None:
-    """Reject anything that is not a `TrainingState`.
+def checked_state(state: object) -> TrainingState:
+    """Reject anything that is not a `TrainingState`, and return it with named optimizers.
 
     Raises:
-        InvalidArgumentError: It is not one; the message says what to write instead.
+        InvalidArgumentError: It is not one; the message says what to write instead. Or DeepSpeed has partitioned an
+            optimizer in another way.
     """
     if not isinstance(state, TrainingState):
         names = [name for name in state if isinstance(name, str)] if isinstance(state, dict) else []
@@ -188,6 +189,7 @@ def check_training_state(state: object) -> None:
         raise InvalidArgumentError(
             f"state must be a TrainingState, got a {type(state).__name__}. Write: TrainingState({parts})."
         )
+    return state.with_named_optimizers()
 
 
 def reject_meta(state: TrainingState) -> None:
