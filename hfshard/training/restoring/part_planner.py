@@ -8,12 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from hfshard._util.text import shorten_list
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
 from hfshard.distributed.rendezvous import Session
@@ -68,6 +70,8 @@ class Restoration:
     """Descriptions of what another program's checkpoint lacks, as in `RestoredStep.lacking`."""
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
+    frozen: list[str] = field(default_factory=list)
+    """Names of parameters that have a state in the checkpoint's optimizers, but are frozen here."""
     without_gradients: list[nn.Parameter] = field(default_factory=list)
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
@@ -88,6 +92,14 @@ class Restoration:
                 self.set_rng()
                 for tracker in self.trackers:
                     tracker.reset(self.set_rng)
+        if self.frozen:
+            logger.warning(
+                "The checkpoint '%s' has an optimizer state of %s, which %s frozen here (requires_grad=False): a "
+                "restore does not change that. Unfreeze what the saved run was training.",
+                self.directory,
+                shorten_list(self.frozen, _SHOWN, quote=True),
+                "is" if len(self.frozen) == 1 else "are",
+            )
 
     def restored(self, step: int, path: str, metrics: dict[str, float]) -> RestoredStep:
         """Return the step that `CheckpointManager.restore` returns.
@@ -168,6 +180,9 @@ class PartPlanner:
             self.saved[name]["state"] = {**self.saved[name]["state"], "groups": value["groups"]}
             value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
+            trained = chain.from_iterable(group["params"] for group in part.param_groups)
+            frozen = [self.parameter_names[id(one)] for one in trained if not one.requires_grad]
+            restoration.frozen += [parameter for parameter in frozen if value["state"].get(parameter)]
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
@@ -395,7 +410,7 @@ def check_object(name: str, part: Any, value: Any, directory: str, strict: bool)
 
 
 _SHOWN: Final = 5
-"""The number of dtypes that a message lists."""
+"""The number of dtypes or names that a message lists."""
 
 
 def plan_module(
