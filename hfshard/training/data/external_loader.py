@@ -365,7 +365,7 @@ def _skip_used_indexes(iterator: Any) -> None:
         iterator._sampler_iter = iter(iterator._index_sampler)
         collections.deque(itertools.islice(iterator._sampler_iter, iterator._sampler_iter_yielded), maxlen=0)
     used = iterator._sampler_iter
-    if getattr(used, "samples_yielded", 0) % getattr(used, "batch_size", 1):
+    if _is_torchdata(used) and hasattr(used, "sampler_iter") and used.samples_yielded % used.batch_size:
         next(used.sampler_iter, None)
 
 
