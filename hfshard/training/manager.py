@@ -51,7 +51,7 @@ from hfshard.training.run_ranks import agree_on_place, agree_on_step, meet_for
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from hfshard.training.state.collect_state import RankState, collect, collect_rank, encode_components, save_options
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState, check_training_state, is_spread_state, reject_meta
+from hfshard.training.state.training_state import TrainingState, checked_state, is_spread_state, reject_meta
 
 if TYPE_CHECKING:
     from hfshard.hub.repo import PushResult
@@ -182,11 +182,9 @@ class CheckpointManager(RunReader):
                 new one, if the message says that the outcome is unknown.
             OSError: The disk failed. All older checkpoints still exist, and the next save can succeed.
         """
-        check_training_state(state)
-        state = state.with_named_optimizers()
         limit = max_shard_size or self.max_shard_size
 
-        def write(agreed: int, ranks: Sequence[RankState], own: OfEachRank = SAME) -> str:
+        def write(agreed: int, state: TrainingState, ranks: Sequence[RankState], own: OfEachRank = SAME) -> str:
             metrics = self._metrics_of(agreed, metric)
             options = save_options(limit, self.checksum, self.progress)
             components = encode_components(state, own.objects)
@@ -203,7 +201,7 @@ class CheckpointManager(RunReader):
                     step=step,
                     extra=extra,
                     metrics_of=lambda agreed: self._metrics_of(agreed, metric),
-                    files=files or {},
+                    files=dict(files or {}),
                     max_shard_size=limit,
                     checksum=self.checksum,
                     progress=self.progress,
@@ -211,11 +209,12 @@ class CheckpointManager(RunReader):
                     allow_different_replicas=self.allow_different_replicas,
                 )
                 return save_spread(order, self._writer, write)
+            state = checked_state(state)
             is_spread_state(state)  # this releases gathered parameters
             own = collect_rank(state, 0)
             number = checked_step(step)
             self._writer.wait()
-            return write(number, [own])
+            return write(number, state, [own])
 
     @wraps_os_errors("root")
     def restore(
@@ -442,9 +441,8 @@ class CheckpointManager(RunReader):
             self._writer.join()  # on every rank: it may be a save by all of them
             with among(self.process_group), meet_for(what) if has_other_ranks() else nullcontext(Session()) as ranks:
                 ranks.each(self._writer.wait)
-                check_training_state(state)
+                state = checked_state(state)
                 reject_meta(state)
-                state = state.with_named_optimizers()
                 yield ranks, state.without(without)
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float] | None:

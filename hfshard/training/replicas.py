@@ -11,6 +11,7 @@ import torch
 
 from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError
+from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
     is_dtensor,
@@ -48,10 +49,12 @@ class Replicas:
     """Name, with that of its module -> digest."""
     objects: dict[str, str]
     """Name of a part that is neither module nor optimizer -> digest of its state."""
+    optimizers: dict[str, str]
+    """Name of an optimizer -> digest of its state: some step, and know, other parameters on each rank."""
 
     @classmethod
     def of(cls, state: TrainingState) -> Replicas:
-        """Compute the digests of a state; each of its tensors is read once, on its device.
+        """Compute the digests of a state. Its tensors are read once, on their device; of optimizers', samples are.
 
         Raises:
             UnstorableTensorError: A tensor cannot be stored, so that a comparison is pointless.
@@ -70,21 +73,31 @@ class Replicas:
                     parameters.setdefault(group, {})[f"{component}/{name}"] = tensor
                 elif not group:
                     buffers[f"{component}/{name}"] = tensor
-        objects = {}
+        objects: dict[str, str] = {}
+        optimizers: dict[str, str] = {}
+        # Under FSDP1 and DeepSpeed each rank's optimizer has a part of what is saved, under no parameter's name.
+        are_parts = bool(state.named_optimizers) or any(map(has_flat_parameters, state.of_kind("module").values()))
         for name, part in state.components.items():
-            if state.kinds[name] in ("stateful", "scheduler") and not isinstance(part, Gradients):
+            kind = state.kinds[name]
+            is_optimizer = kind == "optimizer"
+            if (is_optimizer and not are_parts) or (
+                kind in ("stateful", "scheduler") and not isinstance(part, Gradients)
+            ):
                 tensors: dict[str, Any] = {}
-                nested = encode_alone(name, state.kinds[name], state, name, tensors)
+                nested = encode_alone(name, kind, state, name, tensors)
                 if not any(map(is_dtensor, tensors.values())):
                     for key, tensor in tensors.items():
                         check_storable(key, tensor)
-                    objects[name] = short_digest(json.dumps([nested, _digests(tensors)], sort_keys=True, default=str))
-        return cls({group: _digests(one) for group, one in parameters.items()}, _digests(buffers), objects)
+                    values = _digests(tensors, is_whole=not is_optimizer)
+                    found = optimizers if is_optimizer else objects
+                    found[name] = short_digest(json.dumps([nested, values], sort_keys=True, default=str))
+        parameter_digests = {group: _digests(one) for group, one in parameters.items()}
+        return cls(parameter_digests, _digests(buffers), objects, optimizers)
 
     def summary(self) -> list[Any]:
         """Return what all ranks exchange first, in a few bytes."""
         groups = {group: short_digest(repr(sorted(one.items()))) for group, one in self.parameters.items()}
-        return [groups, short_digest(repr(sorted(self.buffers.items()))), self.objects]
+        return [groups, short_digest(repr(sorted(self.buffers.items()))), self.objects, self.optimizers]
 
     def details(self) -> list[Any]:
         """Return what they exchange if the summaries differ."""
@@ -109,7 +122,7 @@ def differ(summaries: Iterable[Sequence[Any]]) -> bool:
     """Return whether tensors of some ranks differ, so that their details are needed; the same on every rank."""
     groups: dict[str, set[str]] = {}
     buffers = set()
-    for parameters, of_buffers, _ in summaries:
+    for parameters, of_buffers, *_ in summaries:
         buffers.add(of_buffers)
         for group, digest in parameters.items():
             groups.setdefault(group, set()).add(digest)
@@ -129,7 +142,7 @@ def of_each_rank(
     Raises:
         InvalidArgumentError: Parameters that should be copies differ.
     """
-    objects = _different({"": {rank: summary[2] for rank, summary in summaries.items()}})
+    objects = {*_different({"": {rank: summary[2] for rank, summary in summaries.items()}})}
     groups: dict[str, dict[int, Mapping[str, str]]] = {}
     for rank, (parameters, _) in details.items():
         for group, digests in parameters.items():
@@ -143,6 +156,8 @@ def of_each_rank(
             "the same before building the model, or broadcast its parameters once; give pipeline stages the whole "
             "model's names. To save one rank's copies anyway: CheckpointManager(..., allow_different_replicas=True)."
         )
+    if not names:  # else the stored copy of the parameters gets the optimizer of its rank
+        objects |= {*_different({"": {rank: summary[3] for rank, summary in summaries.items()}})}
     buffers = _different({"": {rank: detail[1] for rank, detail in details.items()}})
     return OfEachRank(sorted(objects), sorted(buffers))
 
@@ -171,16 +186,16 @@ def _copies_of(tensor: object) -> str | None:
     return "" if is_torch_tensor_type(tensor) and not tensor.is_meta else None
 
 
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return name -> a digest that differs for a tensor with other values."""
-    words = {name: _words(tensor) for name, tensor in tensors.items()}
+def _digests(tensors: Mapping[str, torch.Tensor], *, is_whole: bool = True) -> dict[str, str]:
+    """Return name -> a digest that differs for a tensor with other values; else, with other ones among some."""
+    words = {name: _words(tensor, is_whole=is_whole) for name, tensor in tensors.items()}
     on_host = {name: one.cpu().tolist() for name, one in words.items()}
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     return {name: short_digest(repr([shapes[name], on_host[name]])) for name in tensors}
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a 64-bit number of all bits of a tensor and their places, and append some of its elements.
+def _words(tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
+    """Compute a 64-bit number of all bits of a tensor and their places, if wanted, and append some of its elements.
 
     Each 64 bits are multiplied by a number of their place, and all are added: on the tensor's device, a piece at a
     time.
@@ -191,6 +206,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
         local = torch.view_as_real(local)
     flat = local.contiguous().reshape(-1)
     flat = flat.view(_INTEGERS[flat.element_size()])
+    step = max(1, flat.numel() // _SAMPLES)
+    samples = flat[::step][:_SAMPLES].to(torch.int64)
+    if not is_whole:
+        return samples
     size = flat.element_size()
     is_wide = not (flat.numel() * size % _WIDE or flat.storage_offset() * size % _WIDE)
     words = flat.view(torch.int64) if is_wide else flat
@@ -198,8 +217,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     pieces = words.split(_PIECE) if words.numel() else ()
     sums = [(piece.to(torch.int64) * places[: piece.numel()]).sum() for piece in pieces]
     total = [(torch.stack(sums) * _numbers_of_places(len(sums), flat.device)).sum().reshape(1)] if sums else []
-    step = max(1, flat.numel() // _SAMPLES)
-    return torch.cat([*total, flat[::step][:_SAMPLES].to(torch.int64)])
+    return torch.cat([*total, samples])
 
 
 def _numbers_of_places(count: int, device: torch.device) -> torch.Tensor:

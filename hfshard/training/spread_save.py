@@ -58,7 +58,7 @@ from hfshard.training.state.collect_state import (
     save_options,
 )
 from hfshard.training.state.flat_optimizer import with_named_states
-from hfshard.training.state.training_state import TrainingState, is_spread_state
+from hfshard.training.state.training_state import TrainingState, checked_state, is_spread_state
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class SpreadSaveArguments:
     extra: Any
     """Only the first rank's is stored; so are only its metrics and files."""
     metrics_of: Callable[[int], dict[str, float] | None]
-    files: Mapping[str, bytes]
+    files: dict[str, bytes]
     max_shard_size: int | str
     checksum: Checksum | None
     progress: bool | None
@@ -81,7 +81,9 @@ class SpreadSaveArguments:
 
 
 def save_spread(
-    order: SpreadSaveArguments, writer: RunWriter, write: Callable[[int, Sequence[RankState], OfEachRank], str]
+    order: SpreadSaveArguments,
+    writer: RunWriter,
+    write: Callable[[int, TrainingState, Sequence[RankState], OfEachRank], str],
 ) -> str:
     """Save what all ranks have together. Every rank must call.
 
@@ -92,7 +94,8 @@ def save_spread(
         order: What to save.
         writer: The run's; it locks and changes the directory on the first rank only.
         write: Called on the first rank if every rank has the same complete modules: writes the checkpoint of a step
-            from the states of all ranks, which differ in what the last argument names, and returns its path.
+            from the state and what belongs to each rank alone, which differ in what the last argument names, and
+            returns its path.
 
     Returns:
         The checkpoint's directory.
@@ -104,6 +107,7 @@ def save_spread(
     writer.join()
     with ExitStack() as stack:
         session = stack.enter_context(all_ranks())
+        order = replace(order, state=checked_state(order.state))
         stages, own = _find_stages(order, writer, session)
         if stages is None:
             return _save_replicated(order, writer, write, session, own)
@@ -228,7 +232,7 @@ def _planned(
     def work() -> None:
         if is_leader:
             saved = writer.write(
-                order.step, payload, metrics, dict(order.files), blocking=order.blocking, writer=KeyedWriter(ranks)
+                order.step, payload, metrics, order.files, blocking=order.blocking, writer=KeyedWriter(ranks)
             )
             ranks.end()
             session.finish()
@@ -375,7 +379,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def _save_replicated(
     order: SpreadSaveArguments,
     writer: RunWriter,
-    write: Callable[[int, Sequence[RankState], OfEachRank], str],
+    write: Callable[[int, TrainingState, Sequence[RankState], OfEachRank], str],
     session: Session,
     own: OfEachRank,
 ) -> str:
@@ -390,7 +394,8 @@ def _save_replicated(
 
     def work() -> str:
         writer.wait()
-        return write(*_agreed_step([contribution, *others]), own)
+        step, states = _agreed_step([contribution, *others])
+        return write(step, order.state, states, own)
 
     error: Exception | None = None
     try:

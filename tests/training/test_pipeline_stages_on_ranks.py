@@ -143,7 +143,7 @@ def test_stages_that_differ_are_restored_each_with_its_own(tmp_path: Path) -> No
 
     manager = CheckpointManager(tmp_path / "differs")
     alone = build(None, own=Counter(3), same=Counter(3))
-    with pytest.raises(StateDictMismatchError, match=r"Each pipeline stage saved its own 'scheduler'"):
+    with pytest.raises(StateDictMismatchError, match=r"Each rank saved its own 'scheduler'"):
         manager.restore(alone)
     groups = [[one["lr"], one["weight_decay"]] for one in alone.components["optimizer"].param_groups]
     assert groups == [[0.1, 0.01], [0.1, 0.5]]

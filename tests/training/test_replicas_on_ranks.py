@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from hfshard.errors import HfshardError, UnstorableTensorError
+from hfshard.errors import HfshardError, StateDictMismatchError, UnstorableTensorError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from tests.distributed.gloo import check_ranks
 
@@ -182,3 +183,80 @@ def test_one_process_gets_what_the_first_rank_had(tmp_path: Path, caplog: pytest
     assert model[1].running_mean.tolist() == [0.0] * 4
     assert int(normaliser.seen) == 5
     assert "has separate buffers and objects for 2 ranks, but there are 1 here" in caplog.text
+
+
+class Shares(torch.optim.Optimizer):
+    """Steps on each rank every second parameter, whose new values the others get: as a distributed Muon does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if number % 2 == torch.distributed.get_rank():
+                state = self.state[parameter]
+                state["momentum"] = 0.9 * state["momentum"] + parameter.grad if state else parameter.grad.clone()
+                parameter.sub_(state["momentum"], alpha=0.1)
+            torch.distributed.broadcast(parameter, number % 2)
+
+
+class Locals(torch.optim.Optimizer):
+    """Steps this rank's part of each DTensor, with a plain tensor as its state."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            gradient = parameter.grad.to_local()
+            state["momentum"] = 0.9 * state["momentum"] + gradient if state else gradient.clone()
+            parameter.to_local().sub_(state["momentum"], alpha=0.1)
+
+
+def shared_work(is_spread: bool) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 5, bias=False))
+    if is_spread:
+        fully_shard(model)
+    return model, Locals(model.parameters()) if is_spread else Shares(model.parameters())
+
+
+def step_shares(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[list[float]]:
+    for step in steps:
+        optimizer.zero_grad()
+        model(torch.arange(6.0).reshape(2, 3) / (step + 9)).square().sum().backward()
+        optimizer.step()
+    own = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+    return [one.flatten().tolist() for one in own]
+
+
+def resume_shares(rank: int, place: Path, is_spread: bool) -> None:
+    straight = step_shares(*shared_work(is_spread), range(6))
+    model, optimizer = shared_work(is_spread)
+    step_shares(model, optimizer, range(3))
+    manager = CheckpointManager(place)
+    manager.save(3, TrainingState(model=model, optimizer=optimizer), blocking=not is_spread)
+
+    model, optimizer = shared_work(is_spread)
+    manager.restore(TrainingState(model=model, optimizer=optimizer), 3)
+
+    assert len(optimizer.state) == (2 if is_spread else 1)
+    assert step_shares(model, optimizer, range(3, 6)) == straight
+    manager.save(6, TrainingState(model=model, optimizer=optimizer))
+    manager.close()
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_optimizers_that_differ_come_back_on_each_rank_and_nowhere_else(tmp_path: Path, is_spread: bool) -> None:
+    check_ranks(tmp_path / "ranks", 2, resume_shares, tmp_path / "run", is_spread)
+
+    model: Any = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 5, bias=False))
+    state = TrainingState(model=model, optimizer=Shares(model.parameters()))
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(StateDictMismatchError, match=r"Each rank saved its own 'optimizer' .* more or fewer ranks now"):
+        manager.restore(state, 6)
+    assert manager.restore(state, 6, strict=False) == 6
+    assert not state.components["optimizer"].state

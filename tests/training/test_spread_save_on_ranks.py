@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,18 @@ class Refusing:
             raise ValueError("no")
 
 
+class ReadFiles(UserDict[str, bytes]):
+    """Small files that know the threads that read them: once a save has returned, the loop may change them."""
+
+    def __init__(self, *args: Any) -> None:
+        self.threads: set[int] = set()
+        super().__init__(*args)
+
+    def __getitem__(self, name: str) -> bytes:
+        self.threads.add(threading.get_ident())
+        return super().__getitem__(name)
+
+
 def fail_on_one(rank: int, place: Path) -> None:
     run = Run("fsdp")
     run.train(1)
@@ -138,8 +152,15 @@ def fail_on_one(rank: int, place: Path) -> None:
         manager.save(2 + rank, state())
     with pytest.raises(InvalidArgumentError if rank == 0 else RankFailedError, match=r"checkpoint\.json"):
         manager.save(2, state(), files={"checkpoint.json": b""} if rank == 0 else {})
+    no_state: Any = {}
+    with pytest.raises(InvalidArgumentError if rank == 1 else RankFailedError, match="must be a TrainingState"):
+        manager.save(2, no_state if rank == 1 else state())
     assert manager.all_steps() == [1]
-    manager.save(2, state())
+    files = ReadFiles({"note.txt": b"second"})
+    manager.save(2, state(), files=files, blocking=False)
+    manager.wait_until_finished()
+    assert files.threads == {threading.get_ident()}
+    assert (place / "run" / "checkpoint-00000002" / "note.txt").read_bytes() == b"second"
     assert manager.all_steps() == [1, 2] and len(os.listdir(place / "run")) == 2
 
     fresh = Run("fsdp")

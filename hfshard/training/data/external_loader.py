@@ -8,9 +8,11 @@ states at the time of the save must be restored after the first `iter()`, not be
 
 from __future__ import annotations
 
+import collections
 import copyreg
 import functools
 import inspect
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -213,8 +215,10 @@ class LoaderTracker:
         self._rng_at_iter, self._held_at_iter = rng_state(), held.states()
         self._is_running = True
         iterator = make()
-        if _is_torchdata(self.loader):
+        if _is_torchdata(self.loader) and pending is None:
             self._draws_early = held.drawn_since(self._held_at_iter)
+        elif _is_torchdata(self.loader) and not self.loader.num_workers:
+            _skip_used_indexes(iterator)
         is_late = inspect.isgenerator(iterator)
         if pending is not None and not is_late:
             pending.restore()
@@ -348,6 +352,23 @@ def _rebuilt(base: type, *arguments: Any) -> Any:
     return base.__new__(base, *arguments)
 
 
+def _skip_used_indexes(iterator: Any) -> None:
+    """Let a resumed iterator of torchdata draw now what the original one drew before the save.
+
+    It skips the indexes of a plain batch sampler at its first batch, when the states of the save are restored already;
+    and does not look for a sampler's end, where the original one did so to complete the last batch.
+
+    Args:
+        iterator: Without workers, which have indexes ahead.
+    """
+    if isinstance(iterator._sampler_iter, itertools.islice):
+        iterator._sampler_iter = iter(iterator._index_sampler)
+        collections.deque(itertools.islice(iterator._sampler_iter, iterator._sampler_iter_yielded), maxlen=0)
+    used = iterator._sampler_iter
+    if _is_torchdata(used) and hasattr(used, "sampler_iter") and used.samples_yielded % used.batch_size:
+        next(used.sampler_iter, None)
+
+
 def _is_torchdata(loader: Any) -> bool:
     return any(one.__module__.startswith(_TORCHDATA) for one in type(loader).__mro__)
 
@@ -384,7 +405,8 @@ class HeldGenerators:
     def drawn_since(self, states: Mapping[str, Any]) -> list[str]:
         """Name the samplers' generators, without the loader's own, whose state has changed."""
         now = self.states()
-        return [name for name in now if "sampler." in name and repr(now[name]) != repr(states.get(name))]
+        names = [name for name in now if "sampler." in name]
+        return [name for name in names if _comparable(now[name]) != _comparable(states.get(name))]
 
     def stateless(self) -> list[str]:
         """Name the generators that have no state to store."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from hfshard._util.call_ranks import Session
+from hfshard._util.text import shorten_list
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnstorableTensorError
@@ -132,6 +134,8 @@ class Restoration:
     """Descriptions of what another program's checkpoint lacks, as in `RestoredStep.lacking`."""
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
+    frozen: list[str] = field(default_factory=list)
+    """Names of parameters that have a state in the checkpoint's optimizers, but are frozen here."""
     without_gradients: list[nn.Parameter] = field(default_factory=list)
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
@@ -159,6 +163,14 @@ class Restoration:
                 self.set_rng()
                 for tracker in self.trackers:
                     tracker.reset(self.set_rng)
+        if self.frozen:
+            logger.warning(
+                "The checkpoint '%s' has an optimizer state of %s, which %s frozen here (requires_grad=False): a "
+                "restore does not change that. Unfreeze what the saved run was training.",
+                self.directory,
+                shorten_list(self.frozen, _SHOWN, quote=True),
+                "is" if len(self.frozen) == 1 else "are",
+            )
 
     def restored(self, step: int, path: str, metrics: dict[str, float]) -> RestoredStep:
         """Return the step that `CheckpointManager.restore` returns.
@@ -240,6 +252,9 @@ class PartPlanner:
             if self.state.is_flattened:
                 value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
+            trained = chain.from_iterable(group["params"] for group in part.param_groups)
+            frozen = [self.parameter_names[id(one)] for one in trained if not one.requires_grad]
+            restoration.frozen += [parameter for parameter in frozen if value["state"].get(parameter)]
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
@@ -378,11 +393,18 @@ def take_converted(state: TrainingState, saved: dict[str, Any]) -> None:
             saved[name] = {**saved[name], "kind": kind}
 
 
-def parts_of_other_stages(state: TrainingState, own: Mapping[str, Any]) -> set[str]:
-    """List what each pipeline stage saved for itself, if this rank has another stage, or the full model."""
+def parts_of_other_ranks(state: TrainingState, own: Mapping[str, Any], *, is_same_number: bool) -> set[str]:
+    """List what each rank saved for itself and cannot be this rank's.
+
+    With another stage of a pipeline, or the full model, that is everything but the loader; among another number of
+    ranks, optimizers, which then step other parameters on each.
+    """
+    optimizers = {name for name, entry in own["components"].items() if entry.get("kind") == "optimizer"}
     alone = {name for name, entry in own["components"].items() if entry.get("kind") != "loader"}
     alone |= {name for name, part in state.components.items() if isinstance(part, Gradients)} & own["components"].keys()
-    return alone if alone and own.get("stage") not in (None, stage_digest(state)) else set()
+    if alone and own.get("stage") not in (None, stage_digest(state)):
+        return alone
+    return set() if is_same_number else optimizers
 
 
 def check_components(
@@ -402,7 +424,7 @@ def check_components(
         saved: The components of the checkpoint.
         directory: The checkpoint's directory, for messages.
         differences: Receives descriptions of them.
-        elsewhere: Parts that other stages have saved for themselves.
+        elsewhere: Parts that other ranks have saved for themselves.
         strict: Reject any of them.
         may_lack: Parts that the checkpoint need not have.
 
@@ -413,9 +435,9 @@ def check_components(
     for name in wanted:
         if name in elsewhere:
             differences.append(
-                f"Each pipeline stage saved its own '{name}' in '{directory}', but this rank has another stage, or the "
-                "whole model. Restore on as many ranks with the same stages, or pass strict=False to leave it as "
-                "built."
+                f"Each rank saved its own '{name}' in '{directory}', but there are more or fewer ranks now, or this "
+                "one has other layers of the model. Restore on as many ranks with the same pipeline stages, or pass "
+                "strict=False to leave it as built."
             )
         elif name not in saved:
             differences.append(
@@ -481,7 +503,7 @@ def check_object(name: str, part: Any, value: Any, directory: str, strict: bool)
 
 
 _SHOWN: Final = 5
-"""The number of dtypes that a message lists."""
+"""The number of dtypes or names that a message lists."""
 
 
 def plan_module(

@@ -27,7 +27,7 @@ from hfshard.training.restoring.part_planner import (
     Restoration,
     check_components,
     match_gradient_kind,
-    parts_of_other_stages,
+    parts_of_other_ranks,
     take_converted,
     unsaved_components,
 )
@@ -88,7 +88,7 @@ def plan_restoration(
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     if restoration.lacking:
         take_converted(state, saved)
-    elsewhere = parts_of_other_stages(state, own)
+    elsewhere = parts_of_other_ranks(state, own, is_same_number=len(saved_ranks) == session.world_size)
     may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
     read = part_reader(folder, manifest, own_rank, StateLayouts(state) if is_spread else None)
@@ -204,9 +204,8 @@ class _Planner:
         if name == "optimizer":
             wanted = None if self.stage is None else _names_in(saved, self.path)
             part = self.parts.state.components[name]
-            tensors = self.read(
-                name, None if wanted is None else wanted.__contains__, is_copied=_is_on_accelerators(part)
-            )
+            is_wanted = None if wanted is None else wanted.__contains__
+            tensors = {**tensors, **self.read(name, is_wanted, is_copied=_is_on_accelerators(part))}
         value = decode(saved, tensors, self.path)
         try:
             if name == "model":

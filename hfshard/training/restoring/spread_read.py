@@ -105,9 +105,11 @@ class StateLayouts:
         """Find the spread parameter that a tensor of an optimizer, or of another object, belongs to."""
         words = name.split("/")
         if base == STATE_BASE:
-            component = words[1] if is_rank_local(name) and len(words) > 1 else words[0]
+            is_own = is_rank_local(name)
+            component = words[1] if is_own and len(words) > 1 else words[0]
             part = self._state.components.get(component)
-            if not (isinstance(part, Gradients) or self._state.kinds.get(component) in ("optimizer", "stateful")):
+            may_be_spread = not is_own and self._state.kinds.get(component) in ("optimizer", "stateful")
+            if not (isinstance(part, Gradients) or may_be_spread):
                 return None
         found = (self._parameters.get(word) for word in words if base != MODEL_BASE)
         return next((parameter for parameter in found if parameter is not None), None)

@@ -222,20 +222,22 @@ def _encode_component(
     if name == "model":
         found.model.update(collect_run_tensors(part, state.masters))
         return encode(_no_tensors(found.model), name, found.tensors)
-    if kind == "optimizer":
-        reject_unsaved(part, name, state.components.values())
-    if kind == "optimizer" and name == "optimizer":
-        return encode_optimizer(part, names, name, found.optimizer_tensors)
-    if kind == "optimizer":
-        return encode_optimizer(part, names, name, found.tensors, f"{name}/")
     if kind == "module":
         return encode(collect_run_tensors(part, state.masters), name, found.tensors)
+    if kind == "optimizer":
+        is_main = name == "optimizer"
+        reject_unsaved(part, name, state.components.values())
+        tensors = found.optimizer_tensors if is_main else found.tensors
+        return encode_optimizer(part, names, name, tensors, "" if is_main else f"{name}/")
     return encode_alone(name, kind, state, name, found.tensors)
 
 
 def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Encode a part that is neither module nor optimizer; `tensors` receives its tensors, named from `path`."""
+    """Encode a part that is not a module; `tensors` receives its tensors, named from `path`."""
     part = state.components[name]
+    if kind == "optimizer":
+        reject_unsaved(part, name, state.components.values())
+        return encode_optimizer(part, state.parameter_names(), name, tensors, f"{path}/")
     return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from hfshard.training.state.reordering import (
     Reordering,
     find_in,
     find_ordered_state,
+    get_entry,
     is_per_parameter,
     matched_positions,
+    with_items,
 )
 
 _SHOWN = 5
@@ -433,6 +436,8 @@ def _fill(tensor: torch.Tensor, numbers: torch.Tensor) -> None:
 def exact(loaded: Any, saved: Any, now: Any = None) -> Any:
     """Undo what `load_state_dict` did: torch casts a state to the dtype of its parameter, and moves it to its device.
 
+    It also builds each container anew, as a plain dict or without its length, and text from a generator's name.
+
     Args:
         loaded: A parameter's state after `load_state_dict`.
         saved: The state that was passed to it.
@@ -443,15 +448,15 @@ def exact(loaded: Any, saved: Any, now: Any = None) -> Any:
         device = now.device if isinstance(now, torch.Tensor) else loaded.device
         return (loaded if loaded.dtype == saved.dtype else saved).to(device)
     if isinstance(loaded, dict) and isinstance(saved, dict):
-        others = now if isinstance(now, dict) else {}
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = exact(loaded[key], saved[key], others.get(key))
-        return loaded
-    if isinstance(loaded, list) and isinstance(saved, list) and len(loaded) == len(saved):
-        return [exact(*pair) for pair in zip(loaded, saved)]
-    if type(loaded) is tuple and type(saved) is tuple and len(loaded) == len(saved):
-        return tuple(exact(*pair) for pair in zip(loaded, saved))
-    return loaded
+        found = copy.copy(saved)
+        found.clear()
+        for key, value in loaded.items():
+            found[key] = exact(value, saved[key], get_entry(now, key)) if key in saved else value
+        return found
+    is_alike = type(loaded) is type(saved)
+    if is_alike and isinstance(saved, list | tuple | deque) and len(loaded) == len(saved):
+        return with_items(saved, lambda number, item: exact(loaded[number], item, get_entry(now, number)))
+    return saved if is_alike and isinstance(saved, str) else loaded
 
 
 def with_memory_format_of(parameter: torch.Tensor, value: Any) -> Any:

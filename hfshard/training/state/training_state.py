@@ -199,11 +199,12 @@ def collect_run_tensors(module: nn.Module, masters: Masters) -> dict[str, Any]:
     return found | {name: one for name, one in own.items() if name in found}
 
 
-def check_training_state(state: object) -> None:
-    """Reject anything that is not a `TrainingState`.
+def checked_state(state: object) -> TrainingState:
+    """Reject anything that is not a `TrainingState`, and return it with named optimizers.
 
     Raises:
-        InvalidArgumentError: It is not one; the message says what to write instead.
+        InvalidArgumentError: It is not one; the message says what to write instead. Or DeepSpeed has partitioned an
+            optimizer in another way.
     """
     if not isinstance(state, TrainingState):
         names = [name for name in state if isinstance(name, str)] if isinstance(state, dict) else []
@@ -211,6 +212,7 @@ def check_training_state(state: object) -> None:
         raise InvalidArgumentError(
             f"state must be a TrainingState, got a {type(state).__name__}. Write: TrainingState({parts})."
         )
+    return state.with_named_optimizers()
 
 
 def reject_meta(state: TrainingState) -> None:

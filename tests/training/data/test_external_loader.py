@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
@@ -142,6 +142,11 @@ class Early(Shuffled):
         return iter(self.order())
 
 
+class EarlyTorch(Early):
+    def order(self) -> list[int]:
+        return torch.randperm(len(self), generator=self.generators[0]).tolist()
+
+
 class Noisy(Indexes):
     """Draws from a generator of its own."""
 
@@ -153,6 +158,22 @@ class Noisy(Indexes):
         return super().__getitem__(index) + self.noise.rand()
 
 
+def _sampler(seed: int | None = None, num_samples: int | None = None) -> RandomSampler:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return RandomSampler(Indexes(), num_samples=num_samples, generator=generator)
+
+
+class Drawn(Sampler[list[int]]):
+    """Draws each batch from the global generator."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(BATCHES):
+            yield torch.randint(SAMPLES, (2,)).tolist()
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "a user's": lambda: Skipping(Indexes(True), 2, True),
     "a user's, with a generator": lambda: Generating(Indexes(), 2, True),
@@ -161,6 +182,13 @@ KINDS: dict[str, Callable[[], Any]] = {
     "torchdata, a sampler of torch": lambda: torchdata(Indexes(), 2, sampler=RandomSampler(Indexes())),
     "torchdata, a generator": lambda: torchdata(Indexes(True), 2, True, generator=torch.Generator().manual_seed(5)),
     "torchdata, a generator of numpy": lambda: torchdata(Indexes(), 2, sampler=Shuffled(np.random.default_rng(5))),
+    "torchdata, a sampler's generator": lambda: torchdata(Indexes(True), 2, sampler=_sampler(seed=5)),
+    "torchdata, batches": lambda: torchdata(Indexes(True), batch_sampler=BatchSampler(_sampler(), 2, False)),
+    "torchdata, batches, a generator": lambda: torchdata(
+        Indexes(True), batch_sampler=BatchSampler(_sampler(seed=5), 2, False)
+    ),
+    "torchdata, batches of one's own": lambda: torchdata(Indexes(True), batch_sampler=Drawn()),
+    "torchdata, single samples": lambda: torchdata(Indexes(True), None, sampler=_sampler(num_samples=BATCHES)),
     "a user's, a generator of Python": lambda: Skipping(Indexes(), 2, sampler=Shuffled(random.Random(5))),
     "a user's, a generator in its dataset": lambda: Skipping(Noisy(), 2, True),
     "torchdata, 2 workers": lambda: torchdata(Indexes(), 2, True, num_workers=2),
@@ -308,13 +336,25 @@ def test_drawing_in_a_generator_is_a_warning_within_an_epoch() -> None:
         tracker.state_dict()
 
 
-def test_drawing_when_a_sampler_is_asked_for_an_iterator_is_a_warning_within_an_epoch() -> None:
-    tracker = track(torchdata(Indexes(), 2, sampler=Early(random.Random(5))))
+@pytest.mark.parametrize("kind", [Early, EarlyTorch])
+def test_drawing_when_a_sampler_is_asked_for_an_iterator_is_a_warning_within_an_epoch(kind: Any) -> None:
+    generator = torch.Generator().manual_seed(5) if kind is EarlyTorch else random.Random(5)
+    tracker = track(torchdata(Indexes(), 2, sampler=kind(generator)))
     tracker.state_dict()
     iterator = iter(tracker.loader)
     next(iterator)
     with pytest.warns(UserWarning, match=r"draws from 'sampler.generators\[0\]' there"):
         tracker.state_dict()
+
+
+def test_a_resumed_loader_that_skips_what_was_used_is_no_warning() -> None:
+    tracker, again = (track(torchdata(Indexes(), 2, sampler=_sampler(seed=5))) for _ in range(2))
+    next(iter(tracker.loader))
+    again.load_state_dict(tracker.state_dict())
+    again.reset(lambda: None)
+    next(iter(again.loader))
+
+    again.state_dict()
 
 
 def test_a_generator_without_a_state_is_a_warning() -> None:

@@ -361,3 +361,24 @@ def test_wrappers_and_orders_make_no_difference(tmp_path: Path, world_of_one: No
         assert manager.restore_latest(second.state) == FIRST
     second.train(FIRST, ALL)
     assert second.numbers() == straight.numbers()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_was_trained_and_is_frozen_now_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_frozen: bool
+) -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model=net, optimizer=optimizer))
+    net[0].requires_grad_(not is_frozen)
+
+    with caplog.at_level(logging.WARNING):
+        manager.restore(TrainingState(model=net, optimizer=optimizer), 1)
+
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == is_frozen
+    assert all("has an optimizer state of '0.weight', which is frozen here" in words for words in found)

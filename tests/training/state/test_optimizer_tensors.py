@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
@@ -34,6 +37,50 @@ def test_a_state_that_is_new_to_the_optimizer_lies_where_torch_put_it() -> None:
     found = exact({"product": _one(torch.bfloat16, "meta")}, {"product": _one()}, None)
 
     assert (found["product"].dtype, found["product"].device.type) == (torch.float32, "meta")
+
+
+class Keeping(torch.optim.SGD):
+    """An optimizer with a value of any kind for each parameter."""
+
+    def keep(self, value: Any) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["kept"] = value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "int8",
+        ["row", ("column",)],
+        {"kind": "blocks", "scales": {"first": 0.5}},
+        deque([1 / 3, "last"], maxlen=3),
+        defaultdict(int, {"seen": 2}),
+        OrderedDict(first=Counter("aab")),
+    ],
+)
+def test_text_and_containers_come_back_as_they_were_saved(tmp_path: Path, value: Any) -> None:
+    parameter, again = nn.Parameter(_one(torch.bfloat16)), nn.Parameter(_one(torch.bfloat16))
+    optimizer, restored = Keeping([parameter]), Keeping([again])
+    optimizer.keep(value)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model=nn.ParameterList([parameter]), optimizer=optimizer))
+
+    manager.restore(TrainingState(model=nn.ParameterList([again]), optimizer=restored), 1)
+
+    assert repr(restored.state[again]["kept"]) == repr(value)
+
+
+def test_tensors_in_a_deque_keep_their_dtypes(tmp_path: Path) -> None:
+    parameter, again = nn.Parameter(_one()), nn.Parameter(_one())
+    optimizer, restored = Keeping([parameter]), Keeping([again])
+    optimizer.keep(deque([_one(torch.float64) / 3], maxlen=2))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model=nn.ParameterList([parameter]), optimizer=optimizer))
+
+    manager.restore(TrainingState(model=nn.ParameterList([again]), optimizer=restored), 1)
+
+    kept = restored.state[again]["kept"]
+    assert (kept.maxlen, kept[0].dtype, kept[0].item()) == (2, torch.float64, 1 / 3)
 
 
 def test_a_schedulers_tensors_come_to_the_devices_of_the_one_that_was_built() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import Gradients, ResumableDataLoader, TrainingState
-from hfshard.training.state.training_state import check_training_state, reject_meta
+from hfshard.training.state.training_state import checked_state, reject_meta
 from tests.training.data.samples import Numbers
 
 
@@ -107,9 +107,9 @@ def test_anything_else_is_answered_with_what_to_write() -> None:
         r"^state must be a TrainingState, got a NoneType\. Write: TrainingState\(model=model, optimizer=optimizer\)\.$"
     )
     with pytest.raises(InvalidArgumentError, match=usual):
-        check_training_state(None)
+        checked_state(None)
     with pytest.raises(InvalidArgumentError, match=r"got a dict\. Write: TrainingState\(model=\.\.\.\)\.$"):
-        check_training_state({"model": 1, "my ema": 2, 3: 4})
+        checked_state({"model": 1, "my ema": 2, 3: 4})
 
 
 def test_an_optimizer_of_meta_parameters_is_refused_by_name() -> None:
