@@ -30,7 +30,8 @@ from hfshard.format.index import CheckpointIndex, with_weights_override, without
 def plan_commit(old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
     """Plan the commit of a new checkpoint over the existing files of the directory.
 
-    A pure function: it uses only its arguments, except for the names in a single file (see `single_keys`).
+    A pure function: it uses only its arguments, except for the files in folders (see `has`) and the names in a
+    single file (see `single_keys`).
     """
     if not old.has_weights:
         return _into_empty(old, new)
@@ -251,9 +252,9 @@ def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
 def _add_new_files(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint) -> None:
     """Add, before the commit, the small files that replace nothing."""
     for name, content in new.model_files.items():
-        if name not in old.listing:
+        if not old.has(name):
             plan.write_small(name, content)
-    plan.rename({name: staged for name, staged in new.companion_files.items() if name not in old.listing})
+    plan.rename({name: staged for name, staged in new.companion_files.items() if not old.has(name)})
 
 
 def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> None:
@@ -262,9 +263,9 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: StagedCheck
     if config is not None:
         put_config(plan, new, config)
     for name, content in new.model_files.items():
-        if name in old.listing:
+        if old.has(name):
             plan.write_small(name, content)
-    plan.rename({name: staged for name, staged in new.companion_files.items() if name in old.listing})
+    plan.rename({name: staged for name, staged in new.companion_files.items() if old.has(name)})
     if len(plan.steps) > before:
         plan.sync()
 

@@ -625,10 +625,7 @@ class Rollback:
             return restore
         if not stat.S_ISREG(status.st_mode):
             return lambda: None  # a FIFO holds nothing to restore
-        is_weights = status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors")
-        if is_weights and not step.moves:
-            return lambda: None  # a shard that replaces another is the same, byte for byte; or it is the commit
-        if is_weights:
+        if status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors"):
             _link(now, kept)
         else:
             with open(now, "rb") as file:

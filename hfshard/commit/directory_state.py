@@ -85,6 +85,10 @@ class DirectoryState:
         weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
         return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
 
+    def has(self, name: str) -> bool:
+        """Return whether a file exists, directly in the directory or in a folder of it."""
+        return os.path.lexists(_at(self.directory, name))
+
     def single_keys(self) -> list[str]:
         """List the tensor names in `model.safetensors`; empty if it is damaged or missing."""
         return _keys_of(self.directory, self.names.single)

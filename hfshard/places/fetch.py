@@ -14,7 +14,13 @@ from typing import Final
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_commit
+from hfshard.commit.commit_plan import (
+    StagedCheckpoint,
+    changed_config,
+    content_digest,
+    plan_commit,
+    superseded_files,
+)
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
@@ -180,19 +186,20 @@ def copy_to_directory(
     small = {name: _read(source, name) for name in extras}
     if checkpoint.weights.kind == "index":
         _free_names(directory, checkpoint)
+    staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
+    index = small.pop(names.index, None) if entry == names.index else None
+    digest = content_digest([index or b"", *(name.encode() for name in weights)])
+    new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
     with save_session(directory, names) as session:
-        unnamed = _reject_other_contents(session, checkpoint, overwrite=overwrite)
         names_of_all = [*weights, *extras, *([CONFIG_NAME] if config else [])]
-        if all(_has_same_bytes(directory, name, source) for name in names_of_all):
+        has_others = superseded_files(session.state, new) or changed_config(session.state, new) is not None
+        if not has_others and all(_has_same_bytes(directory, name, source) for name in names_of_all):
             return
+        unnamed = _reject_other_contents(session, checkpoint, overwrite=overwrite)
         session.make_folders(extras)
         session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
-        staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
         for name, target in staged.items():
             copy_file(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)
-        index = small.pop(names.index, None) if entry == names.index else None
-        digest = content_digest([index or b"", *(name.encode() for name in weights)])
-        new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
         plan = plan_commit(session.state, new)
         if own_files is not None:
             own_files()

@@ -137,3 +137,25 @@ def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> 
             hfshard.pull_checkpoint(repo, target, overwrite=overwrite)
 
     assert files_of(target) == before
+
+
+def test_a_pull_of_what_is_there_removes_the_weights_that_outrank_it(repo: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    hfshard.pull_checkpoint(repo, target)
+    save_file(Three(1.0).state_dict(), target / "model.safetensors")
+
+    hfshard.pull_checkpoint(repo, target)
+
+    assert files_of(target) == files_of(tmp_path / "pushed")
+    assert values_by_all(target) == [2.0, 2.0, 2.0]
+
+
+def test_pickles_that_are_there_are_pulled_again(tmp_path: Path) -> None:
+    (tmp_path / "pushed").mkdir()
+    torch.save(Three(1.0).state_dict(), tmp_path / "pushed" / "pytorch_model.bin")
+    hfshard.push_checkpoint(tmp_path / "pushed", tmp_path / "hub")
+
+    for _ in range(2):
+        hfshard.pull_checkpoint(str(tmp_path / "hub"), tmp_path / "target")
+
+        assert files_of(tmp_path / "target") == files_of(tmp_path / "pushed")
