@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hfshard
-from hfshard.errors import SaveDirectoryError
+from hfshard.errors import CommitUndoneError, CommitUnfinishedError, SaveDirectoryError
 from tests.hub.models import files_of
 
 pytestmark = pytest.mark.compat
@@ -122,6 +123,79 @@ def test_a_pull_that_is_killed_leaves_one_of_the_two_checkpoints(
         assert by_reader == tuple(sorted(by_reader))
         assert set(by_reader) == {1.0, 2.0}
     assert len(found) > 10
+
+
+@pytest.mark.parametrize("save_old", [by_hfshard, by_others])
+def test_a_pull_that_fails_leaves_the_old_checkpoint_under_its_names(
+    save_old: Callable[[Path], None], repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    save_old(target)
+    before = files_of(target)
+    rename = os.rename
+    failures = 0
+    while True:
+        left = failures
+
+        def failing(source: Any, target: Any, **options: Any) -> None:
+            nonlocal left
+            if not os.fspath(source).endswith(".kept"):
+                left -= 1
+                if left == -1:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+            rename(source, target, **options)
+
+        monkeypatch.setattr(os, "rename", failing)
+        try:
+            hfshard.pull_checkpoint(repo, target)
+            break
+        except CommitUnfinishedError:
+            break  # after the commit
+        except CommitUndoneError:
+            monkeypatch.undo()
+            assert files_of(target) == before
+        failures += 1
+    monkeypatch.undo()
+    hfshard.pull_checkpoint(repo, target)
+
+    assert failures > 5
+    assert files_of(target) == files_of(tmp_path / "pushed")
+
+
+def test_a_pull_that_cannot_restore_the_old_index_keeps_the_shards_that_the_new_one_names(
+    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    by_hfshard(target)
+    rename = os.rename
+
+    def failing(source: str, target: str, **options: Any) -> None:
+        is_index = target.endswith("index.json")
+        if target.endswith("model-00003-of-00003.safetensors") or (is_index and source.endswith(".kept")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(CommitUndoneError):
+        hfshard.pull_checkpoint(repo, target)
+    monkeypatch.undo()
+
+    assert values_by_all(target) == [1.0, 1.0, 1.0]
+
+
+def test_a_pull_that_is_refused_renames_nothing(repo: str, tmp_path: Path) -> None:
+    (tmp_path / "pushed" / "2_Dense").mkdir()
+    (tmp_path / "pushed" / "2_Dense" / "config.json").write_text("{}")
+    hfshard.push_checkpoint(tmp_path / "pushed", repo)
+    target = tmp_path / "target"
+    by_hfshard(target)
+    (target / "2_Dense").write_text("mine")
+    before = files_of(target)
+
+    with pytest.raises(SaveDirectoryError, match="is a file, but a save needs a folder of this name"):
+        hfshard.pull_checkpoint(repo, target)
+
+    assert files_of(target) == before
 
 
 def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> None:
