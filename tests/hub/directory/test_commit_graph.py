@@ -305,6 +305,25 @@ def test_a_damaged_commit_is_deleted_or_made_anew_and_pushed_again(hub: Director
     hub.verify()
 
 
+@pytest.mark.parametrize("extra", ["a/b", "c"])
+def test_nothing_of_a_damaged_snapshot_is_put_beside_the_files_that_are_pushed_again(
+    hub: DirectoryHub, extra: str
+) -> None:
+    first = push(hub, {"first": b"1"})
+    hub.branch("other", first)
+    commit = push(hub, {"a": b"1"})
+    Path(hub.snapshot(), "a").unlink()
+    damaged = Path(hub.url_of(commit), extra)
+    damaged.parent.mkdir(exist_ok=True)
+    damaged.write_bytes(b"2")
+
+    assert push(hub, {"a": b"1"}, revision="other") == commit
+
+    hub.verify()
+    assert litter(hub.root) == []
+    assert hub.tag("v1") == commit
+
+
 @pytest.mark.parametrize(
     "change",
     [{"files": {"x": {"sha256": "0" * 63, "size": 1}}}, {"files": {"../x": {"sha256": "0" * 64, "size": 1}}}]
