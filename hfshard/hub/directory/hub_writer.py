@@ -143,7 +143,11 @@ class HubWriter:
         self._place_ref(_STAGED_REF, ref)
 
     def remove_ref(self, ref: str) -> None:
-        """Remove a branch, tag or pull request, and record the commits that may be removed: those only it led to."""
+        """Remove a branch, tag or pull request, and record the commits that may be removed: those only it led to.
+
+        Raises:
+            CommitUnfinishedError: It was removed, but a power cut may undo it.
+        """
         path = ref_path(self.root, ref)
         commit = str(read_ref(self.root, ref))
         others = {name: target for name, target in all_refs(self.root).items() if name != ref}
@@ -154,7 +158,7 @@ class HubWriter:
             going = {commit}
         self._note([unnamed_path(self.root, one) for one in going])
         os.unlink(path)
-        sync_directory(os.path.dirname(path))
+        self._flush_ref(ref)
 
     def remove_commits(self, commits: Iterable[str]) -> int:
         """Remove commits that no ref points to: move their manifests to the deleted ones, then delete their files.
@@ -228,6 +232,10 @@ class HubWriter:
         path = ref_path(self.root, ref)
         make_directories(os.path.dirname(path))
         rename(self._staged(staged), path)  # this commits
+        self._flush_ref(ref)
+
+    def _flush_ref(self, ref: str) -> None:
+        path = ref_path(self.root, ref)
         try:
             sync_directory(os.path.dirname(path))
         except OSError as error:
