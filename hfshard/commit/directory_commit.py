@@ -295,6 +295,7 @@ def save_session(
         SaveDirectoryError: It is a file, or is in a directory hub; or a directory in it has the name of the config, of
             the single file of weights, or of the index.
         DirectoryLockedError: Another process is saving there.
+        CommitUnfinishedError: The save is done, but a signature may be stale, and could not be inspected or removed.
     """
     reject_hub_directory(directory)
     made = _make(directory)
@@ -313,7 +314,17 @@ def save_session(
                 clear_staging(directory)
                 os.makedirs(session.staging)
                 yield session
-                watch.after_save(partial(_recorded, directory, names), is_removed=session.drops_signature)
+                try:
+                    watch.after_save(partial(_recorded, directory, names), is_removed=session.drops_signature)
+                except OSError as error:
+                    if not session.is_committed:
+                        raise
+                    raise CommitUnfinishedError(
+                        f"The new checkpoint in '{directory}' was saved and every reader loads it, but its "
+                        f"'{SIGNATURE_NAME}' may be stale, and could not be inspected or removed: {error}. Sign again, "
+                        "or delete that file.",
+                        path=directory,
+                    ) from error
             finally:
                 if not session.is_unfinished:
                     clear_staging(directory)

@@ -214,3 +214,17 @@ def test_weights_of_others_that_were_replaced_before_the_commit_are_restored(
         save_request(request, place_to_save(tmp_path))
 
     assert listing(tmp_path) == {"2_Dense/dense.safetensors": b"mine"}
+
+
+def test_a_stale_signature_that_cannot_be_removed_is_no_failed_save(
+    tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    save(tmp_path, OLD, ONE_FILE)
+    (tmp_path / "model.sig").write_text("{}")
+    refuse("unlink", lambda path: path.endswith("model.sig"))
+    options = SaveOptions(drop_signature=True)
+
+    with pytest.raises(CommitUnfinishedError, match=r"was saved and every reader loads it, but its 'model.sig' may be"):
+        save_request(SaveRequest(tensors=state_dict(NEW), options=options), place_to_save(tmp_path))
+
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("new", "new")
