@@ -198,7 +198,7 @@ def copy_to_directory(
             return
         plan = CommitPlan()
         state = _free_names(plan, session, checkpoint, overwrite=overwrite)
-        session.make_folders(extras)
+        session.make_folders([*weights, *extras])
         session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
         for name, target in staged.items():
             copy_file(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)

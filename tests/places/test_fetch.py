@@ -233,3 +233,21 @@ def test_pickles_that_are_there_are_pulled_again(tmp_path: Path) -> None:
         hfshard.pull_checkpoint(str(tmp_path / "hub"), tmp_path / "target")
 
         assert files_of(tmp_path / "target") == files_of(tmp_path / "pushed")
+
+
+def test_shards_in_a_folder_are_pulled(tmp_path: Path) -> None:
+    folder = tmp_path / "pushed"
+    by_others(folder)
+    (folder / "shards").mkdir()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for key, name in index["weight_map"].items():
+        (folder / name).rename(folder / "shards" / name)
+        index["weight_map"][key] = f"shards/{name}"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    hfshard.push_checkpoint(folder, tmp_path / "hub")
+
+    for _ in range(2):
+        hfshard.pull_checkpoint(str(tmp_path / "hub"), tmp_path / "target")
+
+        assert files_of(tmp_path / "target") == files_of(folder)
+    assert values_by_all(tmp_path / "target") == [1.0, 1.0, 1.0]
