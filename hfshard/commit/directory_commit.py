@@ -154,6 +154,7 @@ class DirectorySession:
         with delay_interrupt() as was_interrupted:
             self._run_to_commit(to_commit, rollback, was_interrupted)
             self.is_committed = True
+            rollback.discard()
             self._run_after_commit(plan.steps[len(to_commit) :])
 
     def _stage_small_files(self, plan: CommitPlan, unflushed: FlushBatch) -> None:
@@ -562,6 +563,7 @@ class Rollback:
         self.staging = staging
         self._prepared: deque[_Undo] = deque()
         self._undo: list[_Undo] = []
+        self._linked: list[str] = []
 
     def prepare(self, steps: Sequence[CommitStep], unflushed: FlushBatch) -> None:
         """Prepare to roll steps back.
@@ -610,6 +612,14 @@ class Rollback:
                 return moved[:-1]  # its target stays, in case a power cut restores the step
         return []
 
+    def discard(self) -> None:
+        """Remove the second names of large files, whose space is otherwise not free when the files are removed."""
+        for kept in self._linked:
+            try:
+                unlink_if_exists(kept)
+            except OSError as error:
+                logger.warning("'%s' could not be removed (%s); the next save will.", kept, error)
+
     def _is_durable(self) -> bool:
         try:
             sync_directory(self.directory)
@@ -645,7 +655,7 @@ class Rollback:
         if not stat.S_ISREG(status.st_mode):
             return lambda: None  # a FIFO holds nothing to restore
         if status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors"):
-            if not _link(now, kept) and not step.moves:
+            if not self._link(now, kept) and not step.moves:
                 return lambda: None
         else:
             with open(now, "rb") as file:
@@ -656,13 +666,25 @@ class Rollback:
     def _undo_of_removal(self, target: str, kept_name: str) -> Callable[[], None]:
         kept = os.path.join(self.staging, kept_name)
         if os.path.isfile(target):
-            _link(target, kept)
+            self._link(target, kept)
 
         def restore() -> None:
             if os.path.exists(kept) and not os.path.lexists(target):
                 rename(kept, target)
 
         return restore
+
+    def _link(self, target: str, kept: str) -> bool:
+        """Give the old file a second name; return False without hard links: then it cannot be restored."""
+        try:
+            os.link(target, kept)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            logger.info("'%s' cannot be hard-linked (%s): it cannot be restored if the save fails.", target, error)
+            return False
+        self._linked.append(kept)
+        return True
 
 
 class _Undo(NamedTuple):
@@ -673,18 +695,6 @@ class _Undo(NamedTuple):
     is_restoring: bool
     """True if it restores a file that the step replaces or removes."""
     run: Callable[[], None]
-
-
-def _link(target: str, kept: str) -> bool:
-    """Give the old file a second name; return False without hard links: then it cannot be restored."""
-    try:
-        os.link(target, kept)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        logger.info("'%s' cannot be hard-linked (%s): it cannot be restored if the save fails halfway.", target, error)
-        return False
-    return True
 
 
 # Stale signatures: a save warns of one, or removes it if that was requested.

@@ -183,6 +183,26 @@ def test_a_pull_that_cannot_restore_the_old_index_keeps_the_shards_that_the_new_
     assert values_by_all(target) == [1.0, 1.0, 1.0]
 
 
+def test_the_space_of_old_shards_is_free_though_the_staging_directory_stays(
+    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    by_hfshard(target)
+
+    def interrupted(path: str, *_: Any, **__: Any) -> None:
+        if os.path.isdir(path):
+            raise KeyboardInterrupt
+        os.unlink(path)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hfshard.pull_checkpoint(repo, target)
+    left = [path for path in target.rglob("*.kept") if path.stat().st_size > 4096]
+
+    assert left == []
+    assert values_by_all(target) == [2.0, 2.0, 2.0]
+
+
 def test_a_pull_that_is_refused_renames_nothing(repo: str, tmp_path: Path) -> None:
     (tmp_path / "pushed" / "2_Dense").mkdir()
     (tmp_path / "pushed" / "2_Dense" / "config.json").write_text("{}")
