@@ -20,6 +20,7 @@ from hfshard.commit.commit_plan import (
     StagedCheckpoint,
     changed_config,
     content_digest,
+    needs_hard_links,
     plan_commit,
     superseded_files,
 )
@@ -28,7 +29,7 @@ from hfshard.commit.directory_state import DirectoryState
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
-from hfshard.disk.fsops import can_link
+from hfshard.disk.fsops import can_link, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import IntegrityError, SaveDirectoryError
 from hfshard.format.digests import Verify
@@ -171,7 +172,8 @@ def copy_to_directory(
     Raises:
         SaveDirectoryError: The target is a file, has other files that would be replaced, or has a link where a folder
             is needed; or its checkpoint can't stay loadable until the copy is complete: it has weights of another
-            format, or shards of the same names that another index names too or that can't be hard-linked.
+            format, or shards of the same names that another index names too or that can't be hard-linked, or another
+            config where a single file can't be.
         Everything that `DirectorySession.commit` raises.
     """
     names = checkpoint.names
@@ -198,6 +200,8 @@ def copy_to_directory(
             return
         plan = CommitPlan()
         state = _free_names(plan, session, checkpoint, overwrite=overwrite)
+        if needs_hard_links(state, new) and not _has_hard_links(session):
+            raise _refusal(directory, entry, "another config, on a file system without hard links")
         session.make_folders([*weights, *extras])
         session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
         for name, target in staged.items():
@@ -259,6 +263,12 @@ def _can_rename(session: DirectorySession, shards: Collection[str]) -> bool:
         and state.owned.issuperset(shards)
         and all(can_link(session.staging, os.path.join(session.directory, name)) for name in shards)
     )
+
+
+def _has_hard_links(session: DirectorySession) -> bool:
+    probe = os.path.join(session.staging, "probe")
+    write_file(probe, b"")
+    return can_link(session.staging, probe)
 
 
 def _with_names(raw: bytes, names: Mapping[str, str]) -> bytes:

@@ -271,3 +271,23 @@ def test_shards_in_a_folder_are_pulled(tmp_path: Path) -> None:
 
         assert files_of(tmp_path / "target") == files_of(folder)
     assert values_by_all(tmp_path / "target") == [1.0, 1.0, 1.0]
+
+
+def test_a_single_file_with_another_config_is_refused_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = tmp_path / "pushed", tmp_path / "target"
+    for place, value in ((folder, 2.0), (target, 1.0)):
+        hfshard.save_state_dict(Three(value).state_dict(), place)
+        (place / "config.json").write_text(json.dumps({"value": value}))
+    hfshard.push_checkpoint(folder, tmp_path / "hub")
+    before = files_of(target)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(SaveDirectoryError, match="has another config, on a file system without hard links"):
+        hfshard.pull_checkpoint(str(tmp_path / "hub"), target)
+
+    assert files_of(target) == before
