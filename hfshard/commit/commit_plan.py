@@ -27,18 +27,25 @@ from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, with_weights_override, without_weights_override
 
 
-def plan_commit(old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
+def plan_commit(old: DirectoryState, new: StagedCheckpoint, plan: CommitPlan | None = None) -> CommitPlan:
     """Plan the commit of a new checkpoint over the existing files of the directory.
 
-    A pure function: it uses only its arguments, except for the names in a single file (see `single_keys`).
+    A pure function: it uses only its arguments, except for the files in folders (see `has`) and the names in a
+    single file (see `single_keys`).
+
+    Args:
+        old: The directory, after the steps of `plan`.
+        new: The new checkpoint.
+        plan: Steps to begin with; the others are added to it.
     """
+    plan = CommitPlan() if plan is None else plan
     if not old.has_weights:
-        return _into_empty(old, new)
+        return _into_empty(plan, old, new)
     config = changed_config(old, new)
     # A variant shares config.json with the weights next to it, which must not be redirected to the variant's files.
     if config is None or old.shares_config:
-        return _sharded_by_index(old, new, config) if new.is_sharded else _single_by_rename(old, new, config)
-    plan = CommitPlan()
+        by_files = _sharded_by_index if new.is_sharded else _single_by_rename
+        return by_files(plan, old, new, config)
     if new.hides_single and old.has_single:
         old = _hide_single(plan, old, new)
     if new.is_sharded:
@@ -51,10 +58,8 @@ def needs_hard_links(old: DirectoryState, new: StagedCheckpoint) -> bool:
     return any(step.kind == "link" for step in plan_commit(old, new).steps)
 
 
-def _into_empty(old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
+def _into_empty(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
     """Commit into a directory without weights. There is nothing to protect, but half a save must not load."""
-    plan = CommitPlan()
-
     # Announce: config and index come before the weights that they name, so that half a save is an error to every
     # reader. Without the index, huggingface_hub would take the first of three shards for the complete checkpoint.
     config = changed_config(old, new)
@@ -82,10 +87,8 @@ def _into_empty(old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
     return plan
 
 
-def _sharded_by_index(old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> CommitPlan:
+def _sharded_by_index(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> CommitPlan:
     """Commit shards by renaming the index. The config is unchanged, or shared with other weights."""
-    plan = CommitPlan()
-
     # Prepare: the shards get names that no file has, so that both readers still load the old checkpoint.
     _protect_hub_readers(plan, old)
     _add_new_files(plan, old, new)
@@ -138,10 +141,8 @@ def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: StagedCheckpo
     return plan
 
 
-def _single_by_rename(old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> CommitPlan:
+def _single_by_rename(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> CommitPlan:
     """Commit a single file by renaming it. The config is unchanged, or shared with other weights."""
-    plan = CommitPlan()
-
     # Prepare: next to shards that no index names, huggingface_hub needs an index that names the file that counts.
     if old.strays and not old.has_index:
         _index_of_old_single(plan, old)
@@ -251,9 +252,9 @@ def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
 def _add_new_files(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint) -> None:
     """Add, before the commit, the small files that replace nothing."""
     for name, content in new.model_files.items():
-        if name not in old.listing:
+        if not old.has(name):
             plan.write_small(name, content)
-    plan.rename({name: staged for name, staged in new.companion_files.items() if name not in old.listing})
+    plan.rename({name: staged for name, staged in new.companion_files.items() if not old.has(name)})
 
 
 def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> None:
@@ -262,9 +263,9 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: StagedCheck
     if config is not None:
         put_config(plan, new, config)
     for name, content in new.model_files.items():
-        if name in old.listing:
+        if old.has(name):
             plan.write_small(name, content)
-    plan.rename({name: staged for name, staged in new.companion_files.items() if name in old.listing})
+    plan.rename({name: staged for name, staged in new.companion_files.items() if old.has(name)})
     if len(plan.steps) > before:
         plan.sync()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import delay_interrupt
@@ -150,11 +150,11 @@ class DirectorySession:
             for made in self.made:
                 unflushed.add_directory(os.path.dirname(made))
             unflushed.flush(writer_threads())
-        decisive = next(step.source for step in reversed(to_commit) if step.kind == "rename")
-        self._note_pending_deletes(plan.steps, decisive)
+        self._note_pending_deletes(to_commit, plan.steps[len(to_commit) :])
         with delay_interrupt() as was_interrupted:
             self._run_to_commit(to_commit, rollback, was_interrupted)
             self.is_committed = True
+            rollback.discard()
             self._run_after_commit(plan.steps[len(to_commit) :])
 
     def _stage_small_files(self, plan: CommitPlan, unflushed: FlushBatch) -> None:
@@ -164,17 +164,22 @@ class DirectorySession:
             like = self.like(targets[staged]) or weights
             unflushed.write_file(os.path.join(self.staging, staged), content, like=like)
 
-    def _note_pending_deletes(self, steps: list[CommitStep], decisive: str) -> None:
+    def _note_pending_deletes(self, to_commit: list[CommitStep], after: list[CommitStep]) -> None:
         """Note the shards to delete that hfshard did not write. Its own are recognized once no index names them.
 
         Args:
-            steps: All steps of the commit.
-            decisive: The staged file of the last rename up to the commit, after which no index names them.
+            to_commit: The steps up to the commit. Once the last rename before a removal is done, no index names a file.
+            after: The other steps.
         """
         ours = self.state.index.files if self.state.index is not None else {}
-        removed = [step.target for step in steps if step.kind == "remove" and self.state.names.is_shard(step.target)]
-        if foreign := [name for name in removed if name not in ours]:
-            note_pending_deletes(self.directory, foreign, decisive)
+        foreign: dict[str, str] = {}
+        decisive = ""
+        for step in (*to_commit, *(step for step in after if step.kind == "remove")):
+            if step.kind == "rename":
+                decisive = step.source
+            elif step.kind == "remove" and step.target not in ours and self.state.names.is_shard(step.target):
+                foreign.setdefault(step.target, decisive)
+        note_pending_deletes(self.directory, foreign)
 
     def _run_to_commit(self, steps: list[CommitStep], rollback: Rollback, was_interrupted: Callable[[], bool]) -> None:
         """Carry out the steps up to the commit; roll all of them back on an error."""
@@ -183,7 +188,7 @@ class DirectorySession:
             for step in steps:
                 if was_interrupted():
                     raise KeyboardInterrupt
-                rollback.begin(step)
+                rollback.begin()
                 self._execute(step)
         except BaseException as error:
             moved = rollback.run()
@@ -291,6 +296,7 @@ def save_session(
         SaveDirectoryError: It is a file, or is in a directory hub; or a directory in it has the name of the config, of
             the single file of weights, or of the index.
         DirectoryLockedError: Another process is saving there.
+        CommitUnfinishedError: The save is done, but a signature may be stale, and could not be inspected or removed.
     """
     reject_hub_directory(directory)
     made = _make(directory)
@@ -309,7 +315,17 @@ def save_session(
                 clear_staging(directory)
                 os.makedirs(session.staging)
                 yield session
-                watch.after_save(partial(_recorded, directory, names), is_removed=session.drops_signature)
+                try:
+                    watch.after_save(partial(_recorded, directory, names), is_removed=session.drops_signature)
+                except OSError as error:
+                    if not session.is_committed:
+                        raise
+                    raise CommitUnfinishedError(
+                        f"The new checkpoint in '{directory}' was saved and every reader loads it, but its "
+                        f"'{SIGNATURE_NAME}' may be stale, and could not be inspected or removed: {error}. Sign again, "
+                        "or delete that file.",
+                        path=directory,
+                    ) from error
             finally:
                 if not session.is_unfinished:
                     clear_staging(directory)
@@ -545,8 +561,9 @@ class Rollback:
     def __init__(self, directory: str, staging: str) -> None:
         self.directory = directory
         self.staging = staging
-        self._prepared: deque[Callable[[], None]] = deque()
-        self._undo: list[tuple[CommitStep, Callable[[], None]]] = []
+        self._prepared: deque[_Undo] = deque()
+        self._undo: list[_Undo] = []
+        self._linked: list[str] = []
 
     def prepare(self, steps: Sequence[CommitStep], unflushed: FlushBatch) -> None:
         """Prepare to roll steps back.
@@ -561,35 +578,47 @@ class Rollback:
         placed: dict[str, str] = {}
         for number, step in enumerate(steps):
             now = placed.get(step.target, os.path.join(self.directory, step.target))
-            self._prepared.append(self._rollback_for(step, now, f"{number:03d}.kept", unflushed))
+            undo = self._rollback_for(step, now, f"{number:03d}.kept", unflushed)
+            self._prepared.append(_Undo(step.moves, step.kind in ("rename", "remove") and os.path.lexists(now), undo))
             if step.kind == "rename":
                 placed[step.target] = os.path.join(self.staging, step.source)
+            elif step.kind == "remove":
+                placed[step.target] = ""  # no file
 
-    def begin(self, step: CommitStep) -> None:
+    def begin(self) -> None:
         """Include the next step in the rollback, whether it will complete or not."""
-        self._undo.append((step, self._prepared.popleft()))
+        self._undo.append(self._prepared.popleft())
 
     def run(self) -> list[str]:
         """Roll all steps back.
 
-        If the undo of a step that moves readers to the new checkpoint fails, the files that they then read stay.
+        If a step that moves readers to the new checkpoint can't be undone, or a file can't be restored, the steps
+        before it stay done: what stays in its place may need their files.
 
         Returns:
             The readers that find the new checkpoint; empty if everything is as it was.
         """
         while self._undo:
-            step, undo = self._undo[-1]
-            moved = [one.moves for one, _ in self._undo if one.moves]
+            last = self._undo[-1]
+            moved = [one.moves for one in self._undo if one.moves]
             try:
-                undo()
+                last.run()
             except OSError as error:
                 logger.error("A step of a failed save into '%s' could not be undone: %s", self.directory, error)
-                if moved:
+                if moved or last.is_restoring:
                     return moved
             self._undo.pop()
-            if step.moves and not self._is_durable():
+            if last.moves and not self._is_durable():
                 return moved[:-1]  # its target stays, in case a power cut restores the step
         return []
+
+    def discard(self) -> None:
+        """Remove the second names of large files, whose space is otherwise not free when the files are removed."""
+        for kept in self._linked:
+            try:
+                unlink_if_exists(kept)
+            except OSError as error:
+                logger.warning("'%s' could not be removed (%s); the next save will.", kept, error)
 
     def _is_durable(self) -> bool:
         try:
@@ -600,15 +629,15 @@ class Rollback:
         return True
 
     def _rollback_for(self, step: CommitStep, now: str, kept_name: str, unflushed: FlushBatch) -> Callable[[], None]:
-        """Prepare the undo of a step; `now` is the file that will have the target's name when the step begins."""
+        """Prepare the undo of a step; `now` is the file that will have the target's name then, "" if none."""
         target = os.path.join(self.directory, step.target)
         if step.kind == "link":
             is_new = not os.path.lexists(now)
             return lambda: unlink_if_exists(target) if is_new else None
         if step.kind == "remove":
             return self._undo_of_removal(target, kept_name)
-        if step.kind != "rename":
-            return lambda: None
+        if step.kind == "sync":
+            return partial(sync_directory, self.directory)  # what came before it is undone after what came later
         staged = os.path.join(self.staging, step.source)
         kept = os.path.join(self.staging, kept_name)
 
@@ -625,11 +654,9 @@ class Rollback:
             return restore
         if not stat.S_ISREG(status.st_mode):
             return lambda: None  # a FIFO holds nothing to restore
-        is_weights = status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors")
-        if is_weights and not step.moves:
-            return lambda: None  # a shard that replaces another is the same, byte for byte; or it is the commit
-        if is_weights:
-            _link(now, kept)
+        if status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors"):
+            if not self._link(now, kept) and not step.moves:
+                return lambda: None
         else:
             with open(now, "rb") as file:
                 old = file.read()
@@ -639,7 +666,7 @@ class Rollback:
     def _undo_of_removal(self, target: str, kept_name: str) -> Callable[[], None]:
         kept = os.path.join(self.staging, kept_name)
         if os.path.isfile(target):
-            _link(target, kept)
+            self._link(target, kept)
 
         def restore() -> None:
             if os.path.exists(kept) and not os.path.lexists(target):
@@ -647,15 +674,27 @@ class Rollback:
 
         return restore
 
+    def _link(self, target: str, kept: str) -> bool:
+        """Give the old file a second name; return False without hard links: then it cannot be restored."""
+        try:
+            os.link(target, kept)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            logger.info("'%s' cannot be hard-linked (%s): it cannot be restored if the save fails.", target, error)
+            return False
+        self._linked.append(kept)
+        return True
 
-def _link(target: str, kept: str) -> None:
-    """Give the old file a second name. Without hard links, it cannot be restored."""
-    try:
-        os.link(target, kept)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        logger.info("'%s' cannot be hard-linked (%s): it cannot be restored if the save fails halfway.", target, error)
+
+class _Undo(NamedTuple):
+    """The undo of one step."""
+
+    moves: str
+    """As in `CommitStep`."""
+    is_restoring: bool
+    """True if it restores a file that the step replaces or removes."""
+    run: Callable[[], None]
 
 
 # Stale signatures: a save warns of one, or removes it if that was requested.

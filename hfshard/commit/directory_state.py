@@ -85,6 +85,10 @@ class DirectoryState:
         weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
         return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
 
+    def has(self, name: str) -> bool:
+        """Return whether a file exists, directly in the directory or in a folder of it."""
+        return os.path.lexists(_at(self.directory, name))
+
     def single_keys(self) -> list[str]:
         """List the tensor names in `model.safetensors`; empty if it is damaged or missing."""
         return _keys_of(self.directory, self.names.single)
@@ -289,25 +293,26 @@ def none_if_damaged(read: Callable[[], _Contents]) -> _Contents | None:
 _NAME: Final = "pending-deletes.json"
 
 
-def note_pending_deletes(directory: str, shards: Iterable[str], commit_source: str) -> None:
-    """Record durably which shards will be deleted once the commit is done.
+def note_pending_deletes(directory: str, shards: Mapping[str, str]) -> None:
+    """Record durably which shards will be deleted, each once a rename is done.
 
     Args:
         directory: The save directory; its staging directory exists.
-        shards: Names of files in it.
-        commit_source: The staged file whose rename is the commit: while it exists, nothing may be deleted.
+        shards: Name of a file in it -> the staged file of the rename: while that exists, it may not be deleted.
     """
-    fingerprints = {
-        name: fingerprint for name in sorted(shards) if (fingerprint := _fingerprint(directory, name)) is not None
+    notes = {
+        name: {"after": source, "fingerprint": fingerprint}
+        for name, source in sorted(shards.items())
+        if (fingerprint := _fingerprint(directory, name)) is not None
     }
-    if fingerprints:
+    if notes:
         staging = os.path.join(directory, STAGING_DIRECTORY)
-        write_file(os.path.join(staging, _NAME), dump_json({"commit": commit_source, "shards": fingerprints}))
+        write_file(os.path.join(staging, _NAME), dump_json(notes))
         sync_directory(staging)
 
 
 def noted_pending_deletes(directory: str, names: WeightNames, listing: Collection[str]) -> frozenset[str]:
-    """Find the noted shards that a completed commit did not get to delete, and that are still the same files.
+    """Find the noted shards that a commit did not get to delete, and that are still the same files.
 
     The caller checks whether an index names them.
     """
@@ -320,17 +325,16 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
         return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
 
-    note = none_if_damaged(read)
-    if note is None:
-        return frozenset()  # its contents are unknown, so nothing is deleted
-    commit_source = note.get("commit")
-    fingerprints = note.get("shards")
-    if not isinstance(commit_source, str) or not isinstance(fingerprints, dict):
-        return frozenset()
-    if os.path.lexists(os.path.join(staging, os.path.basename(commit_source))):
-        return frozenset()
-    known = (name for name in fingerprints if names.is_shard(name) and name in listing)
-    return frozenset(name for name in known if _fingerprint(directory, name) == fingerprints[name])
+    notes = none_if_damaged(read) or {}  # if its contents are unknown, nothing is deleted
+    known = {name: note for name, note in notes.items() if names.is_shard(name) and name in listing}
+    return frozenset(name for name, note in known.items() if _may_be_deleted(directory, name, note))
+
+
+def _may_be_deleted(directory: str, name: str, note: Any) -> bool:
+    if not (isinstance(note, dict) and all(isinstance(note.get(key), str) for key in ("after", "fingerprint"))):
+        return False
+    is_staged = os.path.lexists(os.path.join(directory, STAGING_DIRECTORY, os.path.basename(note["after"])))
+    return not is_staged and _fingerprint(directory, name) == note["fingerprint"]
 
 
 def _fingerprint(directory: str, name: str) -> str | None:

@@ -8,18 +8,28 @@ import logging
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_commit
+from hfshard.commit.commit_plan import (
+    CommitPlan,
+    StagedCheckpoint,
+    changed_config,
+    content_digest,
+    needs_hard_links,
+    plan_commit,
+    superseded_files,
+)
 from hfshard.commit.directory_commit import DirectorySession, save_session
+from hfshard.commit.directory_state import DirectoryState
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
-from hfshard.disk.fsops import NO_LINKS
+from hfshard.disk.fsops import can_link, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import IntegrityError, SaveDirectoryError
 from hfshard.format.digests import Verify
@@ -150,8 +160,8 @@ def copy_to_directory(
     """Copy a checkpoint into a directory, whose previous checkpoint can be loaded until the copy is complete.
 
     Files are copied (or share their blocks, if the file system can do that), never linked: writing to a linked file
-    would change the cache. If old shards have the names of new ones, a separate commit renames them first; an export
-    that is killed in between leaves the old checkpoint under the new names.
+    would change the cache. If old shards have the names of new ones, the commit renames them first; an export that is
+    killed after that leaves the old checkpoint under the new names.
 
     Args:
         checkpoint: An open checkpoint.
@@ -162,7 +172,8 @@ def copy_to_directory(
     Raises:
         SaveDirectoryError: The target is a file, has other files that would be replaced, or has a link where a folder
             is needed; or its checkpoint can't stay loadable until the copy is complete: it has weights of another
-            format, or shards of the same names that another index names too or that can't be hard-linked.
+            format, or shards of the same names that another index names too or that can't be hard-linked, or another
+            config where a single file can't be.
         Everything that `DirectorySession.commit` raises.
     """
     names = checkpoint.names
@@ -178,27 +189,26 @@ def copy_to_directory(
         if own_files.keeps_readme:
             extras.remove(README)
     small = {name: _read(source, name) for name in extras}
-    if checkpoint.weights.kind == "index":
-        _free_names(directory, checkpoint)
+    staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
+    index = small.pop(names.index, None) if entry == names.index else None
+    digest = content_digest([index or b"", *(name.encode() for name in weights)])
+    new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
     with save_session(directory, names) as session:
-        unnamed = _reject_other_contents(session, checkpoint, overwrite=overwrite)
         names_of_all = [*weights, *extras, *([CONFIG_NAME] if config else [])]
-        if all(_has_same_bytes(directory, name, source) for name in names_of_all):
+        has_others = superseded_files(session.state, new) or changed_config(session.state, new) is not None
+        if not has_others and all(_has_same_bytes(directory, name, source) for name in names_of_all):
             return
-        session.make_folders(extras)
+        plan = CommitPlan()
+        state = _free_names(plan, session, checkpoint, overwrite=overwrite)
+        if needs_hard_links(state, new) and not _has_hard_links(session):
+            raise _refusal(directory, entry, "another config, on a file system without hard links")
+        session.make_folders([*weights, *extras])
         session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
-        staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
         for name, target in staged.items():
             copy_file(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)
-        index = small.pop(names.index, None) if entry == names.index else None
-        digest = content_digest([index or b"", *(name.encode() for name in weights)])
-        new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
-        plan = plan_commit(session.state, new)
         if own_files is not None:
             own_files()
-        for name in unnamed:  # otherwise the new index would name them until they are replaced
-            os.unlink(os.path.join(directory, name))
-        session.commit(plan)
+        session.commit(plan_commit(state, new, plan))
 
 
 def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> tuple[list[str], list[str]]:
@@ -208,33 +218,57 @@ def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> t
     return weights, sorted({*companions, *index} - _LEFT_OUT - {*weights, CONFIG_NAME})
 
 
-def _free_names(directory: str, checkpoint: OpenCheckpoint) -> None:
-    """Rename, by a commit, old shards that have names of new ones but other contents."""
-    names = checkpoint.names
-    with save_session(directory, names) as session:
-        state = session.state
-        taken = [name for name in _taken(session, checkpoint) if name not in state.strays]
-        if not taken:
-            return
-        is_read = state.has_index and not state.has_single and state.weights_override is None
-        if state.index is None or not is_read or not state.owned.issuperset(taken):
-            return  # rejected later, together with other conflicts
-        session.check_space(sum(shard.size for shard in checkpoint.shards.values()))
+def _free_names(
+    plan: CommitPlan, session: DirectorySession, checkpoint: OpenCheckpoint, *, overwrite: bool
+) -> DirectoryState:
+    """Plan to rename old shards that have names of new ones but other contents, and to remove such strays.
+
+    Returns:
+        The state of the directory then.
+
+    Raises:
+        SaveDirectoryError: Other files have these names, or the directory has weights of another format.
+    """
+    state, names = session.state, checkpoint.names
+    if checkpoint.weights.name not in (names.single, names.index) and state.has_weights:
+        raise _refusal(session.directory, checkpoint.weights.name, "weights of another format")
+    if checkpoint.weights.kind == "single":
+        return state  # one rename replaces it
+    taken = _taken(session, checkpoint)
+    strays = state.strays.intersection(taken)
+    old = [name for name in taken if name not in strays]
+    if (strays and not overwrite) or (old and not _can_rename(session, old)):
+        raise _refusal(session.directory, taken[0], "a file of this name with different contents")
+    if old:
         suffix = f"-{secrets.token_hex(_SUFFIX_BYTES)}{SAFETENSORS_SUFFIX}"
-        aside = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}{suffix}" for name in taken}
-        staged = {new: f"{number:05d}.weights" for number, new in enumerate(aside.values())}
-        try:
-            for name, new in aside.items():
-                os.link(os.path.join(directory, name), os.path.join(session.staging, staged[new]))
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            return
-        raw = _with_names(read_small(os.path.join(directory, names.index), directory, MAX_INDEX_BYTES)[0], aside)
-        kept = frozenset(state.index.weight_map.values()).difference(taken)
-        keys = list(state.index.weight_map)
-        renamed = StagedCheckpoint(staged, keys, raw, None, {}, content_digest([raw]), kept_shards=kept)
-        session.commit(plan_commit(state, renamed))
+        aside = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}{suffix}" for name in old}
+        raw, _ = read_small(os.path.join(session.directory, names.index), session.directory, MAX_INDEX_BYTES)
+        for name, new in aside.items():
+            plan.link(name, new)
+        plan.sync()
+        plan.write_small(names.index, _with_names(raw, aside))
+        plan.sync()
+        state = replace(state, owned=state.owned.difference(old).union(aside.values()))
+    plan.remove(taken)  # otherwise a new index may name strays until they are replaced
+    plan.sync()
+    return replace(state, strays=state.strays - strays)
+
+
+def _can_rename(session: DirectorySession, shards: Collection[str]) -> bool:
+    """Return whether shards are of the checkpoint that every reader finds by its index, and can get a second name."""
+    state = session.state
+    is_read = state.index is not None and state.has_index and not state.has_single and state.weights_override is None
+    return (
+        is_read
+        and state.owned.issuperset(shards)
+        and all(can_link(session.staging, os.path.join(session.directory, name)) for name in shards)
+    )
+
+
+def _has_hard_links(session: DirectorySession) -> bool:
+    probe = os.path.join(session.staging, "probe")
+    write_file(probe, b"")
+    return can_link(session.staging, probe)
 
 
 def _with_names(raw: bytes, names: Mapping[str, str]) -> bytes:
@@ -254,21 +288,6 @@ def _taken(session: DirectorySession, checkpoint: OpenCheckpoint) -> list[str]:
         for name in (*checkpoint.shards, *checkpoint.pickles)
         if session.status_of(name) is not None and not _has_same_bytes(session.directory, name, checkpoint.directory)
     ]
-
-
-def _reject_other_contents(session: DirectorySession, checkpoint: OpenCheckpoint, *, overwrite: bool) -> list[str]:
-    """Reject shards of the same names but other contents; return the strays among them, which may be overwritten."""
-    directory = session.directory
-    is_plain = checkpoint.weights.name in (checkpoint.names.single, checkpoint.names.index)
-    if not is_plain and session.state.has_weights:
-        raise _refusal(directory, checkpoint.weights.name, "weights of another format")
-    if checkpoint.weights.kind == "single":
-        return []  # one rename replaces it
-    taken = _taken(session, checkpoint)
-    for name in taken:
-        if not (overwrite and name in session.state.strays):
-            raise _refusal(directory, name, "a file of this name with different contents")
-    return taken
 
 
 def _sources(directory: str, names: Collection[str]) -> dict[str, ByteSource]:

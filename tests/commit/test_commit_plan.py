@@ -128,3 +128,16 @@ def test_new_model_files_come_before_the_commit_and_replaced_ones_right_after(tm
         read_directory_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", model_files=model_files)
     )
     assert written(plan) == (f"+modeling_mine.py {NEW_SHARDS} | !{INDEX} | +generation_config.json | {OLD_SHARDS} |")
+
+
+def test_a_file_in_a_folder_is_replaced_after_the_commit_like_any_other(tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, "sharded")
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "model.safetensors").write_bytes(b"old")
+    model_files = {"2_Dense/model.safetensors": b"new", "3_Dense/model.safetensors": b"new"}
+    plan = plan_commit(
+        read_directory_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", model_files=model_files)
+    )
+    assert written(plan) == (
+        f"+3_Dense/model.safetensors {NEW_SHARDS} | !{INDEX} | +2_Dense/model.safetensors | {OLD_SHARDS} |"
+    )

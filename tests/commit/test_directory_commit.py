@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError
 from hfshard.places.place import place_to_save
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.commit.test_commit_plan_guide import NEW, OLD, OLD_SHARD_BYTES, by_hub, by_transformers, config, state_dict
 
 SHARDS, ONE_FILE = 1, 10**6
@@ -25,9 +28,6 @@ def listing(folder: Path) -> dict[str, bytes]:
 
 def save(folder: Path, value: float, limit: int, version: str = "same") -> None:
     """Save as a model with a config does."""
-    from hfshard.saving.pipeline import save_request
-    from hfshard.saving.save_request import SaveOptions, SaveRequest
-
     options = SaveOptions(max_shard_size=limit)
     save_request(SaveRequest(tensors=state_dict(value), options=options, config=config(version)), place_to_save(folder))
 
@@ -199,3 +199,32 @@ def test_shards_that_an_index_names_or_a_damaged_one_may_name_stay(tmp_path: Pat
     (tmp_path / "model.safetensors.index.fp16.json").write_text("{")
     save(tmp_path, NEW, SHARDS)
     assert (tmp_path / STRAYS[0]).exists()
+
+
+def test_weights_of_others_that_were_replaced_before_the_commit_are_restored(
+    tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "dense.safetensors").write_bytes(b"mine")
+    refuse("rename", lambda _, target: is_single(target), errno.EIO)
+    dense = {"2_Dense/dense.safetensors": BytesSource(b"theirs")}
+    request = SaveRequest(tensors=state_dict(NEW), options=SaveOptions(), companion_files=dense)
+
+    with pytest.raises(CommitUndoneError, match="rolled back"):
+        save_request(request, place_to_save(tmp_path))
+
+    assert listing(tmp_path) == {"2_Dense/dense.safetensors": b"mine"}
+
+
+def test_a_stale_signature_that_cannot_be_removed_is_no_failed_save(
+    tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    save(tmp_path, OLD, ONE_FILE)
+    (tmp_path / "model.sig").write_text("{}")
+    refuse("unlink", lambda path: path.endswith("model.sig"))
+    options = SaveOptions(drop_signature=True)
+
+    with pytest.raises(CommitUnfinishedError, match=r"was saved and every reader loads it, but its 'model.sig' may be"):
+        save_request(SaveRequest(tensors=state_dict(NEW), options=options), place_to_save(tmp_path))
+
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("new", "new")

@@ -68,7 +68,7 @@ def test_noted_shards_of_others_are_leftovers_once_the_commit_that_noted_them_is
     staged = tmp_path / STAGING_DIRECTORY / "000.small"
     staged.parent.mkdir(parents=True)
     staged.touch()
-    note_pending_deletes(str(tmp_path), shards, staged.name)
+    note_pending_deletes(str(tmp_path), dict.fromkeys(shards, staged.name))
 
     before_the_commit = read_directory_state(str(tmp_path), WeightNames()).leftovers
     staged.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hfshard
-from hfshard.errors import SaveDirectoryError
+from hfshard.errors import CommitUndoneError, CommitUnfinishedError, SaveDirectoryError
 from tests.hub.models import files_of
 
 CHANGING = ("rename", "replace", "unlink", "link")
@@ -123,6 +124,99 @@ def test_a_pull_that_is_killed_leaves_one_of_the_two_checkpoints(
     assert len(found) > 10
 
 
+@pytest.mark.parametrize("save_old", [by_hfshard, by_others])
+def test_a_pull_that_fails_leaves_the_old_checkpoint_under_its_names(
+    save_old: Callable[[Path], None], repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    save_old(target)
+    before = files_of(target)
+    rename = os.rename
+    failures = 0
+    while True:
+        left = failures
+
+        def failing(source: Any, target: Any, **options: Any) -> None:
+            nonlocal left
+            if not os.fspath(source).endswith(".kept"):
+                left -= 1
+                if left == -1:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+            rename(source, target, **options)
+
+        monkeypatch.setattr(os, "rename", failing)
+        try:
+            hfshard.pull_checkpoint(repo, target)
+            break
+        except CommitUnfinishedError:
+            break  # after the commit
+        except CommitUndoneError:
+            monkeypatch.undo()
+            assert files_of(target) == before
+        failures += 1
+    monkeypatch.undo()
+    hfshard.pull_checkpoint(repo, target)
+
+    assert failures > 5
+    assert files_of(target) == files_of(tmp_path / "pushed")
+
+
+def test_a_pull_that_cannot_restore_the_old_index_keeps_the_shards_that_the_new_one_names(
+    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    by_hfshard(target)
+    rename = os.rename
+
+    def failing(source: str, target: str, **options: Any) -> None:
+        is_index = target.endswith("index.json")
+        if target.endswith("model-00003-of-00003.safetensors") or (is_index and source.endswith(".kept")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(CommitUndoneError):
+        hfshard.pull_checkpoint(repo, target)
+    monkeypatch.undo()
+
+    assert values_by_all(target) == [1.0, 1.0, 1.0]
+
+
+def test_the_space_of_old_shards_is_free_though_the_staging_directory_stays(
+    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    by_hfshard(target)
+
+    def interrupted(path: str, *_: Any, **__: Any) -> None:
+        if os.path.isdir(path):
+            raise KeyboardInterrupt
+        os.unlink(path)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hfshard.pull_checkpoint(repo, target)
+    left = [path for path in target.rglob("*.kept") if path.stat().st_size > 4096]
+
+    assert left == []
+    assert values_by_all(target) == [2.0, 2.0, 2.0]
+
+
+def test_a_pull_that_is_refused_renames_nothing(repo: str, tmp_path: Path) -> None:
+    (tmp_path / "pushed" / "2_Dense").mkdir()
+    (tmp_path / "pushed" / "2_Dense" / "config.json").write_text("{}")
+    hfshard.push_checkpoint(tmp_path / "pushed", repo)
+    target = tmp_path / "target"
+    by_hfshard(target)
+    (target / "2_Dense").write_text("mine")
+    before = files_of(target)
+
+    with pytest.raises(SaveDirectoryError, match="is a file, but a save needs a folder of this name"):
+        hfshard.pull_checkpoint(repo, target)
+
+    assert files_of(target) == before
+
+
 def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> None:
     target = tmp_path / "target"
     by_others(target)
@@ -134,5 +228,65 @@ def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> 
             SaveDirectoryError, match=r"which has a file of this name with different contents.*new directory"
         ):
             hfshard.pull_checkpoint(repo, target, overwrite=overwrite)
+
+    assert files_of(target) == before
+
+
+def test_a_pull_of_what_is_there_removes_the_weights_that_outrank_it(repo: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    hfshard.pull_checkpoint(repo, target)
+    save_file(Three(1.0).state_dict(), target / "model.safetensors")
+
+    hfshard.pull_checkpoint(repo, target)
+
+    assert files_of(target) == files_of(tmp_path / "pushed")
+    assert values_by_all(target) == [2.0, 2.0, 2.0]
+
+
+def test_pickles_that_are_there_are_pulled_again(tmp_path: Path) -> None:
+    (tmp_path / "pushed").mkdir()
+    torch.save(Three(1.0).state_dict(), tmp_path / "pushed" / "pytorch_model.bin")
+    hfshard.push_checkpoint(tmp_path / "pushed", tmp_path / "hub")
+
+    for _ in range(2):
+        hfshard.pull_checkpoint(str(tmp_path / "hub"), tmp_path / "target")
+
+        assert files_of(tmp_path / "target") == files_of(tmp_path / "pushed")
+
+
+def test_shards_in_a_folder_are_pulled(tmp_path: Path) -> None:
+    folder = tmp_path / "pushed"
+    by_others(folder)
+    (folder / "shards").mkdir()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for key, name in index["weight_map"].items():
+        (folder / name).rename(folder / "shards" / name)
+        index["weight_map"][key] = f"shards/{name}"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    hfshard.push_checkpoint(folder, tmp_path / "hub")
+
+    for _ in range(2):
+        hfshard.pull_checkpoint(str(tmp_path / "hub"), tmp_path / "target")
+
+        assert files_of(tmp_path / "target") == files_of(folder)
+    assert values_by_all(tmp_path / "target") == [1.0, 1.0, 1.0]
+
+
+def test_a_single_file_with_another_config_is_refused_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = tmp_path / "pushed", tmp_path / "target"
+    for place, value in ((folder, 2.0), (target, 1.0)):
+        hfshard.save_state_dict(Three(value).state_dict(), place)
+        (place / "config.json").write_text(json.dumps({"value": value}))
+    hfshard.push_checkpoint(folder, tmp_path / "hub")
+    before = files_of(target)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(SaveDirectoryError, match="has another config, on a file system without hard links"):
+        hfshard.pull_checkpoint(str(tmp_path / "hub"), target)
 
     assert files_of(target) == before

@@ -302,6 +302,7 @@ class DirectoryHub:
         Raises:
             HubNotFoundError: There is no such revision.
             HubError: It is `main`, or a commit that a name points to.
+            CommitUnfinishedError: A name was deleted, but this could not be flushed to disk.
         """
         with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             if (found := find_ref(self.root, revision)) is not None:

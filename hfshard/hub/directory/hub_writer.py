@@ -116,7 +116,7 @@ class HubWriter:
         """
         raw = manifest.to_json()
         commit = commit_id(raw)
-        if self._is_whole(commit, manifest):
+        if self._is_whole(commit):
             self.set_ref(ref, commit)
             return commit
         path = manifest_path(self.root, commit)
@@ -143,7 +143,11 @@ class HubWriter:
         self._place_ref(_STAGED_REF, ref)
 
     def remove_ref(self, ref: str) -> None:
-        """Remove a branch, tag or pull request, and record the commits that may be removed: those only it led to."""
+        """Remove a branch, tag or pull request, and record the commits that may be removed: those only it led to.
+
+        Raises:
+            CommitUnfinishedError: It was removed, but a power cut may undo it.
+        """
         path = ref_path(self.root, ref)
         commit = str(read_ref(self.root, ref))
         others = {name: target for name, target in all_refs(self.root).items() if name != ref}
@@ -154,7 +158,7 @@ class HubWriter:
             going = {commit}
         self._note([unnamed_path(self.root, one) for one in going])
         os.unlink(path)
-        sync_directory(os.path.dirname(path))
+        self._flush_ref(ref)
 
     def remove_commits(self, commits: Iterable[str]) -> int:
         """Remove commits that no ref points to: move their manifests to the deleted ones, then delete their files.
@@ -213,15 +217,14 @@ class HubWriter:
     def _staged(self, name: str) -> str:
         return os.path.join(self.staging, name)
 
-    def _is_whole(self, commit: str, manifest: CommitManifest) -> bool:
+    def _is_whole(self, commit: str) -> bool:
         """Return whether this commit exists intact: the same files on the same parent with the same message."""
         if commit not in commit_ids(self.root):
             return False
         try:
-            read_commit_manifest(self.root, commit)
-            check_snapshot(snapshot_path(self.root, commit), manifest.files)
+            check_snapshot(snapshot_path(self.root, commit), read_commit_manifest(self.root, commit).files)
         except DamagedCheckpointError as error:
-            logger.warning("Commit %s is damaged and will be written again: %s", commit, error)
+            logger.warning("Commit %s is damaged, until it is pushed again: %s", commit, error)
             return False
         return True
 
@@ -229,6 +232,10 @@ class HubWriter:
         path = ref_path(self.root, ref)
         make_directories(os.path.dirname(path))
         rename(self._staged(staged), path)  # this commits
+        self._flush_ref(ref)
+
+    def _flush_ref(self, ref: str) -> None:
+        path = ref_path(self.root, ref)
         try:
             sync_directory(os.path.dirname(path))
         except OSError as error:
@@ -277,10 +284,11 @@ class HubWriter:
                 sync_directory(path)
 
     def _put_back(self) -> None:
-        """Put back damaged snapshots that were to be replaced, where nothing new took their place."""
+        """Put back damaged snapshots that were to be replaced, where no intact ones took their place."""
         for name in os.listdir(self.staging):
-            if name.startswith(_REPLACED):
-                merge_tree(self._staged(name), snapshot_path(self.root, name.removeprefix(_REPLACED)))
+            commit = name.removeprefix(_REPLACED)
+            if commit != name and not self._is_whole(commit):
+                merge_tree(self._staged(name), snapshot_path(self.root, commit))
 
     def _remove_snapshot(self, commit: str) -> None:
         if (removed := self._move_snapshot(commit, "removed-")) is not None:

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import (
+    CommitUnfinishedError,
     DamagedCheckpointError,
     HfshardError,
     HubError,
@@ -303,6 +305,48 @@ def test_a_damaged_commit_is_deleted_or_made_anew_and_pushed_again(hub: Director
         assert hub.revisions() == []
     assert push(hub, {"a": b"1"}) == commit
     hub.verify()
+
+
+@pytest.mark.parametrize("extra", ["a/b", "c"])
+def test_nothing_of_a_damaged_snapshot_is_put_beside_the_files_that_are_pushed_again(
+    hub: DirectoryHub, extra: str
+) -> None:
+    first = push(hub, {"first": b"1"})
+    hub.branch("other", first)
+    commit = push(hub, {"a": b"1"})
+    Path(hub.snapshot(), "a").unlink()
+    damaged = Path(hub.url_of(commit), extra)
+    damaged.parent.mkdir(exist_ok=True)
+    damaged.write_bytes(b"2")
+
+    assert push(hub, {"a": b"1"}, revision="other") == commit
+
+    hub.verify()
+    assert litter(hub.root) == []
+    assert hub.tag("v1") == commit
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [(lambda hub: hub.delete("v1"), ["main"]), (lambda hub: hub.tag("v2"), ["main", "v1", "v2"])],
+)
+def test_a_name_that_was_changed_but_not_flushed_is_said_to_be_changed(
+    change: Callable[[DirectoryHub], Any], names: list[str], hub: DirectoryHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(hub, {"a": b"1"})
+    hub.tag("v1")
+    fsync = os.fsync
+
+    def failing(fd: int) -> None:
+        if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == "tags":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CommitUnfinishedError, match=r"'refs/tags/v[12]' of '.*' was changed, but could not be flushed"):
+        change(hub)
+
+    assert [one.name for one in hub.revisions() if one.kind != "commit"] == names
 
 
 @pytest.mark.parametrize(
