@@ -676,7 +676,7 @@ class StoreTransaction:
 
     def _put_companion(self, name: str, source: ByteSource) -> None:
         with source.open() as reader:
-            writer = self._store.open_writer(name, source.size)
+            writer = self._store.open_writer(name, source.size, self._before.state.found.get(name))
             try:
                 while block := reader.read(COPY_BYTES):
                     writer.write(memoryview(block))

@@ -117,8 +117,8 @@ class BucketStore:
             writer.abort()
             raise
 
-    def open_writer(self, name: str, size: int) -> BucketWriter:
-        """Begin a large object of `size` bytes."""
+    def open_writer(self, name: str, size: int, replaced: StoredObject | None = None) -> BucketWriter:
+        """Begin a large object of `size` bytes; its hash identifies it, whatever it replaces."""
         with translate_bucket_errors(self.address):
             return BucketWriter(self, name, size, XetUpload(self._write_tokens, size))
 

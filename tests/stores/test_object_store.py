@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from hfshard.errors import CheckpointChangedError, StoreError
+import hfshard
+from hfshard.errors import CheckpointChangedError, CommitUnfinishedError, StoreError
 from hfshard.stores import object_store, s3
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
@@ -64,6 +67,27 @@ def test_an_upload_that_somebody_removed_came_too_late(store: Store) -> None:
         writer.write(memoryview(PARTS)[9 * MIB :])
         writer.finish()
     writer.abort()
+
+
+@pytest.mark.parametrize("scheme", OBJECTS)
+def test_what_an_upload_was_to_replace_does_not_pass_for_it(
+    store: Store, proxy: FaultProxy, bucket: Bucket, store_prefix: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "directory"
+    hfshard.save_state_dict({"a": torch.zeros(4)}, directory)
+    (directory / "tokenizer.json").write_bytes(b"a" * 9 * MIB)
+    hfshard.push_checkpoint(directory, str(store.address))
+    (directory / "tokenizer.json").write_bytes(b"b" * 9 * MIB)
+
+    proxy.fail("status", " finish ", status=503, times=100)
+    with pytest.raises(CommitUnfinishedError, match="503"):
+        hfshard.push_checkpoint(directory, str(store.address))
+    assert bucket.read(f"{store_prefix}/tokenizer.json") == b"a" * 9 * MIB
+
+    proxy.clear()
+    proxy.fail("lost_answer", " finish ")
+    hfshard.push_checkpoint(directory, str(store.address))
+    assert bucket.read(f"{store_prefix}/tokenizer.json") == b"b" * 9 * MIB
 
 
 @pytest.mark.parametrize("scheme", OBJECTS)
