@@ -255,7 +255,7 @@ def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, St
         copies: Name -> contents; the last one names the save's objects, and is put last.
         found: The listed objects.
     """
-    changed = [name for name, raw in copies.items() if not _is_put(store, found.get(name), raw)]
+    changed = [name for name, raw in copies.items() if not has_bytes(store, found.get(name), raw)]
     entries = changed[-1:] if changed[-1:] == list(copies)[-1:] else []
 
     def put(name: str) -> None:
@@ -335,16 +335,14 @@ def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bo
 
 
 def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
-    """Return whether an object has these bytes; read it only if its size, its ETag and the cache do not decide."""
+    """Return whether an object has these bytes; False for one that was replaced since it was listed.
+
+    It is read only if its size, its ETag and the cache do not decide.
+    """
     if found is None or found.size != len(raw):
         return False
-    return found.etag == md5_of(raw) or (store_plan.known(store, found) or store.read(found)) == raw
-
-
-def _is_put(store: Store, found: StoredObject | None, raw: bytes) -> bool:
-    """Return whether a plain copy has its contents already; False for one that was replaced since it was listed."""
     try:
-        return has_bytes(store, found, raw)
+        return found.etag == md5_of(raw) or (store_plan.known(store, found) or store.read(found)) == raw
     except CheckpointChangedError:
         return False
 

@@ -142,12 +142,16 @@ class BucketStore:
         return 0
 
     def _name(self, sent: StoredObject) -> StoredObject:
-        """Make what was sent visible; if the response is lost, check whether it is."""
+        """Make what was sent visible; if that fails, check whether it is."""
         try:
             self._calls.name(self._start + sent.name, sent.etag)
-        except StoreConnectionError as error:
-            error.may_be_done = True
-            if self.find(sent.name) != sent:
+        except StoreError as error:
+            error.may_be_done = True  # huggingface_hub does not report the attempts before the last one
+            try:
+                is_visible = self.find(sent.name) == sent
+            except StoreError:
+                raise error from None  # the first error is more informative
+            if not is_visible:
                 raise
         return sent
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
 
 import hfshard
+from hfshard.commit import store_plan
 from hfshard.errors import CommitUnfinishedError, RemoteChangedError
 from hfshard.format.stored_save import split_object_name
 from hfshard.stores import retry
@@ -68,6 +70,41 @@ def test_an_index_that_comes_late_leads_to_shards_that_are_there(
     assert loaded(store_address) == 2.0
     save(store_address, 3.0)
     assert (loaded(store_address), saves_at(store_address)) == (3.0, {3})
+
+
+@pytest.mark.parametrize("scheme", ["hf"])
+@pytest.mark.parametrize(("call", "status"), [("batch", 403), ("(batch|paths-info)", 503)])
+def test_an_index_that_may_have_a_name_in_a_bucket_is_not_called_refused(
+    scheme: str, proxy: FaultProxy, store_address: str, call: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    save(store_address, 1.0)
+    proxy.fail("late", "batch", skip=1, status=504)
+    proxy.fail("status", call, skip=1, times=LONG, status=status)
+    with pytest.raises(CommitUnfinishedError, match="It is unknown whether"):
+        save(store_address, 2.0)
+    proxy.clear()
+    assert loaded(store_address) == 1.0
+
+    proxy.release()
+
+    assert loaded(store_address) == 2.0
+
+
+@pytest.mark.parametrize("scheme", ["az"])
+def test_a_plain_copy_that_is_replaced_while_it_is_compared_is_put_again(
+    scheme: str, proxy: FaultProxy, bucket: Bucket, store_address: str, store_prefix: str
+) -> None:
+    save(store_address, 1.0)
+    store_plan.forget_puts()  # as in a new process
+    copy = f"{store_prefix}/model.safetensors.index.json"
+    raw = bucket.read(copy)
+    proxy.fail("race", rf"GET get .*{copy}", action=lambda: bucket.put(copy, raw))
+
+    save(store_address, 1.0)
+
+    assert (loaded(store_address), saves_at(store_address)) == (1.0, {2})
+    assert bucket.read(copy) != raw
 
 
 @SCHEMES
