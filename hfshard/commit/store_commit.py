@@ -101,13 +101,10 @@ class SaveObjects:
         return {file: replace(job, path=str(address.joined(name(file)))) for file, job in jobs.items()}
 
     def copy_unchanged(self, same: Mapping[str, FileDigest]) -> None:
-        """Copy on the server the shards whose bytes did not change.
+        """Copy on the server the shards whose bytes did not change; those that cannot be copied are left to `send`.
 
         Args:
             same: Usual name -> digest, from `find_unchanged`.
-
-        Raises:
-            StoreError: The store refused the request, or failed.
         """
         below = f"{self.folder}/" if self.folder else ""
 
@@ -116,7 +113,8 @@ class SaveObjects:
             source = self.known[digest.fingerprint or ""].found
             try:
                 copied = self.root.copy(source, f"{below}{self.save_id.object_name(name)}")
-            except CheckpointChangedError:  # another process has replaced or deleted it, so it is sent
+            except (CheckpointChangedError, StoreError) as error:  # replaced, archived, under another key
+                logger.info("Sending '%s', which could not be copied: %s", name, error)
                 return None
             return replace(digest, etag=copied.etag)
 

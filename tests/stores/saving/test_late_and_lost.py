@@ -172,6 +172,21 @@ def test_saving_again_heals_a_damaged_shard(scheme: str, bucket: Bucket, store_a
     assert loaded(store_address) == 1.0
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf"])
+@pytest.mark.parametrize("status", [400, 403, 501])
+def test_a_shard_that_can_not_be_copied_is_sent(
+    scheme: str, proxy: FaultProxy, store_address: str, status: int
+) -> None:
+    frozen = torch.zeros(4000)
+    hfshard.save_state_dict({"a": torch.zeros(8), "b": frozen}, store_address, max_shard_size="16KB")
+    copies = proxy.fail("status", "batch" if scheme == "hf" else " copy ", status=status)
+
+    hfshard.save_state_dict({"a": torch.ones(8), "b": frozen}, store_address, max_shard_size="16KB")
+
+    assert copies.times == 0
+    assert (loaded(store_address), saves_at(store_address)) == (1.0, {2})
+
+
 @pytest.mark.parametrize("scheme", ["s3"])
 def test_where_nothing_may_be_deleted_a_save_ends_well(
     scheme: str, proxy: FaultProxy, store_address: str, caplog: pytest.LogCaptureFixture
