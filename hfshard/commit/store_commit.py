@@ -38,11 +38,13 @@ from hfshard.disk.byte_source import ByteSource, contents_equal
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
+    DamagedCheckpointError,
     HfshardError,
     RemoteChangedError,
     SaveDirectoryError,
     StoreAccessError,
     StoreError,
+    UnsafePathError,
 )
 from hfshard.format.digests import md5_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames
@@ -283,12 +285,14 @@ def settle_copies(
         highest = highest_index(found, entry)
         if highest is None or highest <= save_id:
             return found, save_id
-        index = found[highest.object_name(entry)]
         try:
-            save = StoredSave.from_json(store.read(index), str(store.address.joined(index.name)), highest)
-            objects = {name: store.read(found[highest.object_name(name)]) for name in sorted(save.large_files)}
+            save = store_plan.read_save(store, found[highest.object_name(entry)], highest)
+            large = {name: found[highest.object_name(name)] for name in sorted(save.large_files)}
+            objects = {name: store_plan.read_small(store, one, MAX_INDEX_BYTES) for name, one in large.items()}
         except (CheckpointChangedError, KeyError):  # a still higher one has replaced it
             continue
+        except (DamagedCheckpointError, UnsafePathError):  # it counts all the same, and has put no copies to replace
+            return found, highest
         put_copies(store, copies_of({**save.small_files, **objects}, highest), found)
         save_id = highest
     return found, save_id

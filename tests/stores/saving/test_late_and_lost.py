@@ -125,6 +125,21 @@ def test_an_index_that_comes_after_a_later_save_is_not_the_checkpoint(
     assert (loaded(store_address), saves_at(store_address)) == (4.0, {4})
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("raw", [b'{"hfshard_save": {"format": 2}}', b"damaged"])
+def test_a_higher_index_that_can_not_be_read_counts(
+    scheme: str, proxy: FaultProxy, bucket: Bucket, store_address: str, store_prefix: str, raw: bytes
+) -> None:
+    save(store_address, 1.0)
+    higher = f"{store_prefix}/model.safetensors.index-00000007-0123456789abcdef.json"
+    proxy.fail("race", r"put .*index(-|%2D)\d", action=lambda: bucket.put(higher, raw))
+
+    with pytest.raises(RemoteChangedError, match="its checkpoint is the newer one"):
+        save(store_address, 2.0)
+
+    assert saves_at(store_address) == {1, 2, 7}
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_a_save_whose_answer_was_lost_takes_nothing_from_one_that_came_after(
     scheme: str, proxy: FaultProxy, store_address: str
