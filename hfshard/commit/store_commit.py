@@ -457,11 +457,14 @@ class _StoreBefore:
         return cls(store, new, state, small_files, replaced, _changed_companions(store, new, state))
 
     def has_same_small_files(self) -> bool:
-        """Return whether the newest save has exactly these small files, and an index."""
+        """Return whether the newest save has exactly these small files, and an index, all of them intact."""
         state, save = self.state, self.state.save
         if save is None or save.small_files.keys() | save.large_files != {*self.small_files, state.names.index}:
             return False
-        return all(state.folder.read_small(name, MAX_INDEX_BYTES) == raw for name, raw in self.small_files.items())
+        try:
+            return all(state.folder.read_small(name, MAX_INDEX_BYTES) == raw for name, raw in self.small_files.items())
+        except (CheckpointChangedError, DamagedCheckpointError):  # by another save, or by a user's edit
+            return False
 
     def has_index(self, raw: bytes) -> bool:
         """Return whether the newest save has this index."""

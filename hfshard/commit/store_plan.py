@@ -184,13 +184,18 @@ def _readable_save(folder: StoreFolder) -> StoredSave | None:
 
 
 def _parsed(folder: StoreFolder, name: str) -> CheckpointIndex | None:
-    if not folder.has(name):
-        return None
     try:
-        return CheckpointIndex.from_json(folder.read_small(name, MAX_INDEX_BYTES), f"{folder.path}/{name}")
-    except CheckpointChangedError:
-        raise
+        raw = _readable(folder, name)
+        return None if raw is None else CheckpointIndex.from_json(raw, f"{folder.path}/{name}")
     except (DamagedCheckpointError, UnsafePathError):
+        return None
+
+
+def _readable(folder: StoreFolder, name: str) -> bytes | None:
+    """Read a small file; None if there is none, or it is damaged."""
+    try:
+        return folder.read_small(name, MAX_INDEX_BYTES) if folder.has(name) else None
+    except DamagedCheckpointError:
         return None
 
 
@@ -200,7 +205,7 @@ def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, Store
     if not any(name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for name in plain):
         return frozenset()
     shown = folder.as_listed()
-    config = shown.read_small(CONFIG_NAME, MAX_INDEX_BYTES) if shown.has(CONFIG_NAME) else None
+    config = _readable(shown, CONFIG_NAME)
     override = None if config is None else weights_override_of(config)
     indexes = {name: _parsed(shown, name) for name in sorted(plain) if INDEX_FILE.fullmatch(name)}
     owners = find_ownership(names, plain, override if override in plain else None, indexes)

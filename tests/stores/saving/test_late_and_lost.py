@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
 import hfshard
 from hfshard.commit import store_plan
 from hfshard.errors import CommitUnfinishedError, RemoteChangedError
 from hfshard.format.stored_save import split_object_name
+from hfshard.places.place import place_to_save
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from hfshard.stores import retry
 from hfshard.stores.open_store import open_store
 from tests.servers.stores.buckets import Bucket
@@ -183,6 +188,47 @@ def test_saving_again_heals_a_damaged_shard(scheme: str, bucket: Bucket, store_a
 
     save(store_address, 1.0)
 
+    assert hfshard.verify_checkpoint(store_address).ok
+    assert loaded(store_address) == 1.0
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_a_config_that_another_save_replaces_while_it_is_compared_is_not_the_same(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    def save_large(value: float) -> None:
+        request = request_from_state_dict({"a": torch.full((8,), value)}, SaveOptions())
+        save_request(replace(request, config=b'{"a": "%s"}' % (b"x" * (1 << 20))), place_to_save(store_address))
+
+    save_large(1.0)
+    store_plan.forget_puts()  # as in a new process
+    raced = proxy.fail("race", "GET get .*/config-0", action=lambda: save_large(2.0))
+    expected = 1.0
+    try:
+        save_large(1.0)
+    except RemoteChangedError:  # both have one number, and chance decides which id is higher
+        expected = 2.0
+
+    assert (loaded(store_address), raced.times) == (expected, 0)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+@pytest.mark.parametrize("is_uploaded", [False, True])
+@pytest.mark.parametrize("damaged", [b"{}\0", b"{", b"\0" * 100])
+def test_saving_again_heals_a_damaged_config(
+    bucket: Bucket, store_address: str, store_prefix: str, damaged: bytes, *, is_uploaded: bool
+) -> None:
+    request = replace(request_from_state_dict({"a": torch.ones(8)}, SaveOptions()), config=b"{}\n")
+    if is_uploaded:
+        bucket.put(f"{store_prefix}/model.safetensors", safetensors.torch.save({"a": torch.zeros(8)}))
+    else:
+        save_request(request, place_to_save(store_address))
+    bucket.put(f"{store_prefix}/config.json", damaged)
+
+    save_request(request, place_to_save(store_address))
+
+    assert bucket.read(f"{store_prefix}/config.json").startswith(b"{}\n")
+    assert f"{store_prefix}/model.safetensors" not in bucket.sizes(f"{store_prefix}/")
     assert hfshard.verify_checkpoint(store_address).ok
     assert loaded(store_address) == 1.0
 
