@@ -151,6 +151,19 @@ def put_incomplete(run: BucketRun, step: int, number: int) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize(("replaced", "saved", "left"), [(1, 3, {2: []}), (2, 2, {1: [], 2: []})])
+def test_a_checkpoint_that_a_save_replaces_while_it_is_verified_is_no_error(
+    run: BucketRun, proxy: FaultProxy, replaced: int, saved: int, left: dict[int, list[Exception]]
+) -> None:
+    save_steps(manager_of(run), 1, 2)
+    store_plan.forget_puts()  # as in another process
+    manifest = f"GET get .*checkpoint-0000000{replaced}/checkpoint-0"
+    raced = proxy.fail("race", manifest, skip=1, action=lambda: save_steps(manager_of(run), saved))
+
+    assert CheckpointManager(run.root).verify() == left
+    assert raced.times == 0
+
+
 def test_a_manifest_that_is_too_large_is_not_brought_into_memory(
     run: BucketRun, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
