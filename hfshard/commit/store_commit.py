@@ -191,15 +191,12 @@ class SaveObjects:
             replaced=replaced,
         )
 
-    def put_index(self, save: StoredSave, list_names: Callable[[], Collection[str]]) -> bool:
+    def put_index(self, save: StoredSave, list_names: Callable[[], Collection[str]]) -> None:
         """Put the index. From then on this save is the checkpoint, unless there is a higher one.
 
         Args:
             save: Its contents.
             list_names: Lists the objects among which the highest index counts, by their names in the folder.
-
-        Returns:
-            Whether the store answered; without an answer, a listing has shown the index.
 
         Raises:
             RemoteChangedError: The put was not answered, and a higher index exists.
@@ -214,8 +211,6 @@ class SaveObjects:
             if not error.may_be_done:
                 raise
             self._look_for_index(list_names, error)
-            return False
-        return True
 
     def _look_for_index(self, list_names: Callable[[], Collection[str]], error: StoreError) -> None:
         """List the objects to find out whether an unanswered put of the index succeeded."""

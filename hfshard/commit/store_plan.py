@@ -17,7 +17,6 @@ from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit.directory_state import find_ownership, weights_override_of
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
-    CheckpointChangedError,
     DamagedCheckpointError,
     SaveDirectoryError,
     UnsafePathError,

@@ -81,6 +81,8 @@ _READ_BY_OBSTORE: Final = {
 """Variables that obstore reads by itself -> its setting. obstore panics on a header with a newline."""
 _CUSTOMER_KEY: Final = "sse-c"
 """obstore's word for encryption by a key of the user."""
+_BY_KMS: Final = "aws:kms"
+"""Beginning of the words for encryption by Amazon's key management."""
 _TRUE: Final = frozenset({"1", "true", "on", "yes", "y"})
 """Words that obstore takes for true."""
 _REGION: Final = re.compile(r"[a-z0-9-]{1,63}")
@@ -284,11 +286,15 @@ class _Encryption:
             key = _decoded_key(read_variable("AWS_SSE_CUSTOMER_KEY_BASE64"))
             own: dict[str, Any] = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
             return cls(own, own, {f"CopySource{name}": value for name, value in own.items()})
-        named = {"ServerSideEncryption": kind, "SSEKMSKeyId": read_variable("AWS_SSE_KMS_KEY_ID") if ":" in kind else ""}
-        given: dict[str, Any] = {name: value for name, value in named.items() if value}
-        if given and read_variable("AWS_SSE_BUCKET_KEY_ENABLED").lower() in _TRUE:
-            given["BucketKeyEnabled"] = True
-        return cls(given)
+        if not kind.startswith(_BY_KMS):
+            return cls({"ServerSideEncryption": kind} if kind else {})
+        managed: dict[str, Any] = {"ServerSideEncryption": kind}
+        key_id = read_variable("AWS_SSE_KMS_KEY_ID")
+        if key_id:
+            managed["SSEKMSKeyId"] = key_id
+        if read_variable("AWS_SSE_BUCKET_KEY_ENABLED").lower() in _TRUE:
+            managed["BucketKeyEnabled"] = True
+        return cls(managed)
 
 
 def _decoded_key(text: str) -> bytes:
