@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -90,9 +91,7 @@ def test_a_save_between_two_pages_of_a_listing_is_read_whole(store: BucketStore,
     while is_hit:
         address = f"{store.address}/{pages}"
         save(address, 1.0)
-        between = hub.fail(
-            Fault(match=" bucket_tree ", kind="race", skip=pages, action=lambda place=address: save(place, 2.0))
-        )
+        between = hub.fail(Fault(match=" bucket_tree ", kind="race", skip=pages, action=partial(save, address, 2.0)))
         loaded = hfshard.load_state_dict(address, verify="full")
         is_hit = between.times == 0
         hub.clear_faults()
