@@ -45,6 +45,7 @@ from hfshard.errors import (
     HfshardError,
     IntegrityError,
     InvalidArgumentError,
+    MissingShardError,
     repair_hint,
 )
 from hfshard.foreign.find_foreign import open_foreign
@@ -375,7 +376,7 @@ def _open_until_whole(
             if isinstance(error, CheckpointChangedError):
                 if error.is_final:
                     raise
-            elif is_unchanged:
+            elif is_unchanged and not _is_listed_now(folder, error):
                 raise
             raise ReplacedMeanwhile from error
         checkpoint.weights_override, checkpoint.entry_versions = weights_override, before
@@ -389,6 +390,12 @@ def _open_until_whole(
         "Retry when no save is running."
     )
     return retry_if_replaced(open_one_save, folder.traits, folder.path, too_often)
+
+
+def _is_listed_now(folder: Folder, error: HfshardError) -> bool:
+    """Return whether a file was missing only because it was put between two pages of a listing."""
+    is_missing = isinstance(error, MissingShardError) and not folder.traits.is_directory
+    return is_missing and error.path in {f"{folder.path}/{name}" for name in folder.paths()}
 
 
 def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:

@@ -38,11 +38,13 @@ from hfshard.disk.byte_source import ByteSource, contents_equal
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
+    DamagedCheckpointError,
     HfshardError,
     RemoteChangedError,
     SaveDirectoryError,
     StoreAccessError,
     StoreError,
+    UnsafePathError,
 )
 from hfshard.format.digests import md5_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames
@@ -101,13 +103,10 @@ class SaveObjects:
         return {file: replace(job, path=str(address.joined(name(file)))) for file, job in jobs.items()}
 
     def copy_unchanged(self, same: Mapping[str, FileDigest]) -> None:
-        """Copy on the server the shards whose bytes did not change.
+        """Copy on the server the shards whose bytes did not change; those that cannot be copied are left to `send`.
 
         Args:
             same: Usual name -> digest, from `find_unchanged`.
-
-        Raises:
-            StoreError: The store refused the request, or failed.
         """
         below = f"{self.folder}/" if self.folder else ""
 
@@ -116,7 +115,8 @@ class SaveObjects:
             source = self.known[digest.fingerprint or ""].found
             try:
                 copied = self.root.copy(source, f"{below}{self.save_id.object_name(name)}")
-            except CheckpointChangedError:  # another process has replaced or deleted it, so it is sent
+            except (CheckpointChangedError, StoreError) as error:  # replaced, archived, under another key
+                logger.info("Sending '%s', which could not be copied: %s", name, error)
                 return None
             return replace(digest, etag=copied.etag)
 
@@ -191,15 +191,12 @@ class SaveObjects:
             replaced=replaced,
         )
 
-    def put_index(self, save: StoredSave, list_names: Callable[[], Collection[str]]) -> bool:
+    def put_index(self, save: StoredSave, list_names: Callable[[], Collection[str]]) -> None:
         """Put the index. From then on this save is the checkpoint, unless there is a higher one.
 
         Args:
             save: Its contents.
             list_names: Lists the objects among which the highest index counts, by their names in the folder.
-
-        Returns:
-            Whether the store answered; without an answer, a listing has shown the index.
 
         Raises:
             RemoteChangedError: The put was not answered, and a higher index exists.
@@ -214,8 +211,6 @@ class SaveObjects:
             if not error.may_be_done:
                 raise
             self._look_for_index(list_names, error)
-            return False
-        return True
 
     def _look_for_index(self, list_names: Callable[[], Collection[str]], error: StoreError) -> None:
         """List the objects to find out whether an unanswered put of the index succeeded."""
@@ -255,7 +250,7 @@ def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, St
         copies: Name -> contents; the last one names the save's objects, and is put last.
         found: The listed objects.
     """
-    changed = [name for name, raw in copies.items() if not _is_put(store, found.get(name), raw)]
+    changed = [name for name, raw in copies.items() if not has_bytes(store, found.get(name), raw)]
     entries = changed[-1:] if changed[-1:] == list(copies)[-1:] else []
 
     def put(name: str) -> None:
@@ -285,12 +280,14 @@ def settle_copies(
         highest = highest_index(found, entry)
         if highest is None or highest <= save_id:
             return found, save_id
-        index = found[highest.object_name(entry)]
         try:
-            save = StoredSave.from_json(store.read(index), str(store.address.joined(index.name)), highest)
-            objects = {name: store.read(found[highest.object_name(name)]) for name in sorted(save.large_files)}
+            save = store_plan.read_save(store, found[highest.object_name(entry)], highest)
+            large = {name: found[highest.object_name(name)] for name in sorted(save.large_files)}
+            objects = {name: store_plan.read_small(store, one, MAX_INDEX_BYTES) for name, one in large.items()}
         except (CheckpointChangedError, KeyError):  # a still higher one has replaced it
             continue
+        except (DamagedCheckpointError, UnsafePathError):  # it counts all the same, and has put no copies to replace
+            return found, highest
         put_copies(store, copies_of({**save.small_files, **objects}, highest), found)
         save_id = highest
     return found, save_id
@@ -335,16 +332,14 @@ def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bo
 
 
 def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
-    """Return whether an object has these bytes; read it only if its size, its ETag and the cache do not decide."""
+    """Return whether an object has these bytes; False for one that was replaced since it was listed.
+
+    It is read only if its size, its ETag and the cache do not decide.
+    """
     if found is None or found.size != len(raw):
         return False
-    return found.etag == md5_of(raw) or (store_plan.known(store, found) or store.read(found)) == raw
-
-
-def _is_put(store: Store, found: StoredObject | None, raw: bytes) -> bool:
-    """Return whether a plain copy has its contents already; False for one that was replaced since it was listed."""
     try:
-        return has_bytes(store, found, raw)
+        return found.etag == md5_of(raw) or (store_plan.known(store, found) or store.read(found)) == raw
     except CheckpointChangedError:
         return False
 
@@ -457,11 +452,14 @@ class _StoreBefore:
         return cls(store, new, state, small_files, replaced, _changed_companions(store, new, state))
 
     def has_same_small_files(self) -> bool:
-        """Return whether the newest save has exactly these small files, and an index."""
+        """Return whether the newest save has exactly these small files, and an index, all of them intact."""
         state, save = self.state, self.state.save
         if save is None or save.small_files.keys() | save.large_files != {*self.small_files, state.names.index}:
             return False
-        return all(state.folder.read_small(name, MAX_INDEX_BYTES) == raw for name, raw in self.small_files.items())
+        try:
+            return all(state.folder.read_small(name, MAX_INDEX_BYTES) == raw for name, raw in self.small_files.items())
+        except (CheckpointChangedError, DamagedCheckpointError):  # by another save, or by a user's edit
+            return False
 
     def has_index(self, raw: bytes) -> bool:
         """Return whether the newest save has this index."""
@@ -676,7 +674,7 @@ class StoreTransaction:
 
     def _put_companion(self, name: str, source: ByteSource) -> None:
         with source.open() as reader:
-            writer = self._store.open_writer(name, source.size)
+            writer = self._store.open_writer(name, source.size, self._before.state.found.get(name))
             try:
                 while block := reader.read(COPY_BYTES):
                     writer.write(memoryview(block))

@@ -16,11 +16,17 @@ from hfshard._util.threads import ForkSafeLock
 from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit.directory_state import find_ownership, weights_override_of
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
+from hfshard.errors import (
+    DamagedCheckpointError,
+    SaveDirectoryError,
+    UnsafePathError,
+    repair_hint,
+)
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import (
+    MAX_SAVE_BYTES,
     SaveId,
     StoredSave,
     is_editable,
@@ -177,13 +183,18 @@ def _readable_save(folder: StoreFolder) -> StoredSave | None:
 
 
 def _parsed(folder: StoreFolder, name: str) -> CheckpointIndex | None:
-    if not folder.has(name):
-        return None
     try:
-        return CheckpointIndex.from_json(folder.read_small(name, MAX_INDEX_BYTES), f"{folder.path}/{name}")
-    except CheckpointChangedError:
-        raise
+        raw = _readable(folder, name)
+        return None if raw is None else CheckpointIndex.from_json(raw, f"{folder.path}/{name}")
     except (DamagedCheckpointError, UnsafePathError):
+        return None
+
+
+def _readable(folder: StoreFolder, name: str) -> bytes | None:
+    """Read a small file; None if there is none, or it is damaged."""
+    try:
+        return folder.read_small(name, MAX_INDEX_BYTES) if folder.has(name) else None
+    except DamagedCheckpointError:
         return None
 
 
@@ -193,7 +204,7 @@ def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, Store
     if not any(name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for name in plain):
         return frozenset()
     shown = folder.as_listed()
-    config = shown.read_small(CONFIG_NAME, MAX_INDEX_BYTES) if shown.has(CONFIG_NAME) else None
+    config = _readable(shown, CONFIG_NAME)
     override = None if config is None else weights_override_of(config)
     indexes = {name: _parsed(shown, name) for name in sorted(plain) if INDEX_FILE.fullmatch(name)}
     owners = find_ownership(names, plain, override if override in plain else None, indexes)
@@ -204,7 +215,42 @@ def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, Store
     return (owners.owned | strays) - {names.index}
 
 
-# Cache of the small objects that this process has put, so that the next save need not read them back.
+# Small objects, and a cache of those that this process has put, so that the next save need not read them back.
+
+
+def read_save(store: Store, found: StoredObject, save_id: SaveId) -> StoredSave:
+    """Read the index of a save.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: It is damaged, or larger than any index.
+        CheckpointChangedError: It was replaced or deleted.
+    """
+    raw = read_small(store, found, MAX_SAVE_BYTES)
+    return StoredSave.from_json(raw, str(store.address.joined(found.name)), save_id)
+
+
+def read_small(store: Store, found: StoredObject, limit: int) -> bytes:
+    """Read a small object, unless this process has put or read it before.
+
+    Args:
+        store: Opened at the place.
+        found: The object as it was listed.
+        limit: The most bytes that an object of its kind has; a larger one is not brought into memory.
+
+    Raises:
+        DamagedCheckpointError: It is larger.
+        CheckpointChangedError: It was replaced or deleted.
+    """
+    if found.size > limit:
+        path = str(store.address.joined(found.name))
+        raise DamagedCheckpointError(
+            f"'{path}' has {found.size} bytes, but such a file has at most {limit}. {repair_hint(path)}", path=path
+        )
+    raw = known(store, found)
+    if raw is None:
+        raw = store.read(found)
+        remember_put(store, found, raw)
+    return raw
 
 
 _MOST_OBJECTS: Final = 64

@@ -20,7 +20,7 @@ from hfshard.errors import (
 )
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
-from hfshard.format.stored_save import SaveId, StoredSave, objects_of_saves, split_object_name
+from hfshard.format.stored_save import SaveId, objects_of_saves, split_object_name
 from hfshard.hub.directory.commit_graph import check_paths
 from hfshard.hub.push_files import LEFT_OUT, detect_variants
 from hfshard.stores.byte_budget import store_memory_bytes
@@ -168,7 +168,7 @@ def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, 
         if split is None or INDEX_FILE.fullmatch(split[0]) is None:
             continue
         with suppress(CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
-            save = StoredSave.from_json(store_plan.known(store, one) or store.read(one), name, split[1])
+            save = store_plan.read_save(store, one, split[1])
             index = CheckpointIndex.from_json(save.small_files.get(split[0], b""), split[0])
             fingerprints |= {
                 save.save_id.object_name(file): digest.fingerprint

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from hfshard.commit.store_plan import highest_index
-from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, MARKS, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.commit.store_plan import highest_index, read_save, read_small
+from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
-from hfshard.format.stored_save import SaveId, StoredSave, save_in_name, saves_among
+from hfshard.format.stored_save import SaveId, save_in_name, saves_among
 from hfshard.removal.from_store import StorePlan, build_plan, store_removal
 from hfshard.removal.removal_plan import MAY_BE_UNDER_WAY, NOT_ITS_OWN, Removal, in_phases
 from hfshard.stores.open_store import open_store
@@ -135,7 +135,7 @@ def _plain_manifest(store: Store, found: Mapping[str, StoredObject]) -> Checkpoi
     if MANIFEST not in found:
         return None
     try:
-        raw = store.read(replace(found[MANIFEST], name=MANIFEST))
+        raw = read_small(store, replace(found[MANIFEST], name=MANIFEST), MAX_INDEX_BYTES)
         return CheckpointManifest.from_json(raw, str(store.address.joined(MANIFEST)))
     except (DamagedCheckpointError, UnsafePathError):
         return None
@@ -147,7 +147,7 @@ def _inlined(store: Store, found: Mapping[str, StoredObject], save_id: SaveId | 
     if one is None or save_id is None:
         return ()
     try:
-        return StoredSave.from_json(store.read(one), str(store.address.joined(one.name)), save_id).small_files.keys()
+        return read_save(store, one, save_id).small_files.keys()
     except (DamagedCheckpointError, UnsafePathError):
         return ()
 

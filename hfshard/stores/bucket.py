@@ -117,8 +117,8 @@ class BucketStore:
             writer.abort()
             raise
 
-    def open_writer(self, name: str, size: int) -> BucketWriter:
-        """Begin a large object of `size` bytes."""
+    def open_writer(self, name: str, size: int, replaced: StoredObject | None = None) -> BucketWriter:
+        """Begin a large object of `size` bytes; its hash identifies it, whatever it replaces."""
         with translate_bucket_errors(self.address):
             return BucketWriter(self, name, size, XetUpload(self._write_tokens, size))
 
@@ -142,12 +142,16 @@ class BucketStore:
         return 0
 
     def _name(self, sent: StoredObject) -> StoredObject:
-        """Make what was sent visible; if the response is lost, check whether it is."""
+        """Make what was sent visible; if that fails, check whether it is."""
         try:
             self._calls.name(self._start + sent.name, sent.etag)
-        except StoreConnectionError as error:
-            error.may_be_done = True
-            if self.find(sent.name) != sent:
+        except StoreError as error:
+            error.may_be_done = True  # huggingface_hub does not report the attempts before the last one
+            try:
+                is_visible = self.find(sent.name) == sent
+            except StoreError:
+                raise error from None  # the first error is more informative
+            if not is_visible:
                 raise
         return sent
 

@@ -128,13 +128,14 @@ class ObjectStore:
         """Put a small object completely or not at all; see `Store`."""
         return self._put_whole(name, memoryview(raw))
 
-    def open_writer(self, name: str, size: int) -> ObjectWriter:
+    def open_writer(self, name: str, size: int, replaced: StoredObject | None = None) -> ObjectWriter:
         """Begin a large object of `size` bytes; see `Store`."""
         return Upload(
             self._connection,
             self._key(name),
             name,
             size,
+            replaced,
             put_whole=lambda raw: self._put_whole(name, raw),
             find=lambda: self.find(name),
             refused=lambda error: self._refused(read_failure(error), name),
@@ -317,6 +318,7 @@ class Upload:
         key: str,
         name: str,
         size: int,
+        replaced: StoredObject | None,
         put_whole: Callable[[memoryview], StoredObject],
         find: Callable[[], StoredObject | None],
         refused: Callable[[BaseException], HfshardError],
@@ -328,14 +330,16 @@ class Upload:
             key: The object's name in the bucket.
             name: Its name below the store's prefix.
             size: Its bytes.
+            replaced: The object that it replaces.
             put_whole: Put it in one request.
-            find: Look up the object of this name after a lost response; no other writer has the name.
+            find: Look up the object of this name after a lost response.
             refused: Build the error to raise for one of obstore's.
         """
         self._connection = connection
         self._key = key
         self._name = name
         self._size = size
+        self._replaced = replaced
         self._put_whole = put_whole
         self._find = find
         self._refused = refused
@@ -498,7 +502,7 @@ class Upload:
             found = self._find()
         except HfshardError:
             return False  # report the first error instead
-        if found is None or found.size != self._size:
+        if found is None or found.size != self._size or found == self._replaced:
             return False
         self._result = {"e_tag": found.etag, "version": None}
         return True

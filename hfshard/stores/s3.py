@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import http.client
 import logging
 import re
@@ -9,7 +11,8 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -71,10 +74,17 @@ _COPIES_AT_ONCE: Final = 8
 _READ_BY_OBSTORE: Final = {
     "AWS_SERVER_SIDE_ENCRYPTION": "server_side_encryption",
     "AWS_SSE_KMS_KEY_ID": "sse_kms_key_id",
+    "AWS_SSE_BUCKET_KEY_ENABLED": "sse_bucket_key_enabled",
     "AWS_SSE_CUSTOMER_KEY_BASE64": "sse_customer_key_base64",
     "AWS_SKIP_SIGNATURE": "skip_signature",
 }
 """Variables that obstore reads by itself -> its setting. obstore panics on a header with a newline."""
+_CUSTOMER_KEY: Final = "sse-c"
+"""obstore's word for encryption by a key of the user."""
+_BY_KMS: Final = "aws:kms"
+"""Beginning of the words for encryption by Amazon's key management."""
+_TRUE: Final = frozenset({"1", "true", "on", "yes", "y"})
+"""Words that obstore takes for true."""
 _REGION: Final = re.compile(r"[a-z0-9-]{1,63}")
 _CREDENTIALS_LAST: Final = timedelta(minutes=10)
 """Time after which botocore is asked again; it renews credentials by itself, long before they expire."""
@@ -125,6 +135,7 @@ def _connect(bucket: str, client: Any, credentials: _Credentials | None, authori
     """Create the clients of a bucket from botocore's."""
     address = f"s3://{bucket}"
     settings = _settings(bucket, client)
+    encryption = _Encryption.from_environment()
     quick, uploads = make_clients(
         lambda options, retries: S3Store(
             bucket, config=settings, client_options=options, retry_config=retries, credential_provider=credentials
@@ -141,7 +152,7 @@ def _connect(bucket: str, client: Any, credentials: _Credentials | None, authori
         quick=quick,
         uploads=uploads,
         sweep=lambda prefix, is_left: _sweep(client, bucket, prefix, is_left),
-        copy_pinned=lambda *which: _copy_pinned(client, bucket, *which),
+        copy_pinned=lambda *which: _copy_pinned(client, encryption, bucket, *which),
     )
 
 
@@ -252,11 +263,55 @@ def _settings(bucket: str, client: Any) -> S3Config:
     return cast("S3Config", settings | client_settings(_READ_BY_OBSTORE))
 
 
-def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _Encryption:
+    """botocore's arguments by which copies are encrypted as obstore's puts are; copies inherit nothing."""
+
+    of_object: Mapping[str, Any] = field(default_factory=dict)
+    """For an object that is created."""
+    of_part: Mapping[str, Any] = field(default_factory=dict)
+    """For each part of it: the customer's key."""
+    of_source: Mapping[str, Any] = field(default_factory=dict)
+    """For the object that is copied: the customer's key."""
+
+    @classmethod
+    def from_environment(cls) -> _Encryption:
+        """Read the variables that obstore reads.
+
+        Raises:
+            StoreAccessError: A variable has a control character, or the key is not in base64.
+        """
+        kind = read_variable("AWS_SERVER_SIDE_ENCRYPTION")
+        if kind == _CUSTOMER_KEY:
+            key = _decoded_key(read_variable("AWS_SSE_CUSTOMER_KEY_BASE64"))
+            own: dict[str, Any] = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
+            return cls(own, own, {f"CopySource{name}": value for name, value in own.items()})
+        if not kind.startswith(_BY_KMS):
+            return cls({"ServerSideEncryption": kind} if kind else {})
+        managed: dict[str, Any] = {"ServerSideEncryption": kind}
+        key_id = read_variable("AWS_SSE_KMS_KEY_ID")
+        if key_id:
+            managed["SSEKMSKeyId"] = key_id
+        if read_variable("AWS_SSE_BUCKET_KEY_ENABLED").lower() in _TRUE:
+            managed["BucketKeyEnabled"] = True
+        return cls(managed)
+
+
+def _decoded_key(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise StoreAccessError("The environment variable AWS_SSE_CUSTOMER_KEY_BASE64 is not in base64.") from None
+
+
+def _copy_pinned(
+    client: Any, encryption: _Encryption, bucket: str, key: str, etag: str, size: int, target: str
+) -> str | None:
     """Copy an object on the server if it still has an ETag.
 
     Args:
         client: botocore's client.
+        encryption: How the copy is encrypted.
         bucket: The bucket of the object and the copy.
         key: The object's key.
         etag: The ETag that the object must have.
@@ -268,10 +323,16 @@ def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, targe
     """
     try:
         if size > LARGEST_COPY:
-            made = _copy_in_parts(client, bucket, key, etag, size, target)
+            made = _copy_in_parts(client, encryption, bucket, key, etag, size, target)
         else:
-            source = {"Bucket": bucket, "Key": key}
-            answer = client.copy_object(Bucket=bucket, Key=target, CopySource=source, CopySourceIfMatch=f'"{etag}"')
+            answer = client.copy_object(
+                Bucket=bucket,
+                Key=target,
+                CopySource={"Bucket": bucket, "Key": key},
+                CopySourceIfMatch=f'"{etag}"',
+                **encryption.of_object,
+                **encryption.of_source,
+            )
             made = answer["CopyObjectResult"]["ETag"]
     except ClientError as error:
         if error.response["Error"].get("Code") in {"PreconditionFailed", "NoSuchKey", "412", "404"}:
@@ -282,7 +343,9 @@ def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, targe
     return made.strip('"')
 
 
-def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> str:
+def _copy_in_parts(
+    client: Any, encryption: _Encryption, bucket: str, key: str, etag: str, size: int, target: str
+) -> str:
     """Copy an object that is too large for one request; see `_copy_pinned`."""
     copied = {"Bucket": bucket, "Key": target}
 
@@ -297,10 +360,12 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
             CopySource={"Bucket": bucket, "Key": key},
             CopySourceIfMatch=f'"{etag}"',
             CopySourceRange=f"bytes={begin}-{min(begin + COPIED_PART, size) - 1}",
+            **encryption.of_part,
+            **encryption.of_source,
         )
         return {"PartNumber": number, "ETag": made["CopyPartResult"]["ETag"]}
 
-    upload = client.create_multipart_upload(**copied)["UploadId"]
+    upload = client.create_multipart_upload(**copied, **encryption.of_object)["UploadId"]
     try:
         parts = run_in_threads(copy_part, range(1, -(-size // COPIED_PART) + 1), _COPIES_AT_ONCE)
         answer = client.complete_multipart_upload(**copied, UploadId=upload, MultipartUpload={"Parts": parts})

@@ -98,8 +98,14 @@ class Store(Protocol):
             StoreError: The put was refused, or it is unknown whether it was or will be done: then `may_be_done` is set.
         """
 
-    def open_writer(self, name: str, size: int) -> ObjectWriter:
-        """Begin a large object of `size` bytes."""
+    def open_writer(self, name: str, size: int, replaced: StoredObject | None = None) -> ObjectWriter:
+        """Begin a large object of `size` bytes.
+
+        Args:
+            name: Its name.
+            size: Its bytes.
+            replaced: The object of this name that was listed: after a lost response, that one is not the new one.
+        """
 
     def copy(self, source: StoredObject, target: str) -> StoredObject:
         """Copy an object on the server, replacing one of that name; raises CheckpointChangedError as `read_into` does.

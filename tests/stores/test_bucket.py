@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
+import torch
 
+import hfshard
 from hfshard.errors import CheckpointChangedError
 from hfshard.stores.bucket import BucketStore
 from hfshard.stores.store import StoredObject
+from tests.servers.faults import Fault
 from tests.servers.hub.hub_server import HubServer
 from tests.stores.conftest import SERVER_BUCKET as BUCKET
 
@@ -75,6 +79,26 @@ def test_what_was_listed_is_read_though_its_name_has_other_bytes(store: BucketSt
     assert store.read(old) == b"old"
     with pytest.raises(CheckpointChangedError, match=r"/gone' was replaced or deleted after it was listed"):
         store.read(StoredObject("gone", 3, "ab" * 32))
+
+
+def test_a_save_between_two_pages_of_a_listing_is_read_whole(store: BucketStore, hub: HubServer) -> None:
+    def save(address: str, value: float) -> None:
+        tensors = {name: torch.full((3000,), value) for name in "abc"}
+        hfshard.save_state_dict(tensors, address, max_shard_size="16KB")  # five objects, on three pages
+
+    pages, values = 0, []
+    is_hit = True
+    while is_hit:
+        address = f"{store.address}/{pages}"
+        save(address, 1.0)
+        between = hub.fail(Fault(match=" bucket_tree ", kind="race", skip=pages, action=partial(save, address, 2.0)))
+        loaded = hfshard.load_state_dict(address, verify="full")
+        is_hit = between.times == 0
+        hub.clear_faults()
+        values.append({float(value) for tensor in loaded.values() for value in tensor})
+        pages += 1
+
+    assert values == [{2.0}, {2.0}, {2.0}, {1.0}]
 
 
 def test_an_aborted_object_gets_no_name(store: BucketStore) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import traceback
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from hfshard.errors import CheckpointChangedError, StoreError
+import hfshard
+from hfshard.errors import CheckpointChangedError, CommitUnfinishedError, StoreAccessError, StoreError
 from hfshard.stores import object_store, s3
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
 from tests.helpers import processes
+from tests.servers.origin import Found
 from tests.servers.stores.buckets import Bucket
 from tests.servers.stores.fault_proxy import FaultProxy
+from tests.servers.wire import Headers
 
 MIB = 1 << 20
 OBJECTS = ["s3", "gs", "az"]
@@ -67,6 +75,27 @@ def test_an_upload_that_somebody_removed_came_too_late(store: Store) -> None:
 
 
 @pytest.mark.parametrize("scheme", OBJECTS)
+def test_what_an_upload_was_to_replace_does_not_pass_for_it(
+    store: Store, proxy: FaultProxy, bucket: Bucket, store_prefix: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "directory"
+    hfshard.save_state_dict({"a": torch.zeros(4)}, directory)
+    (directory / "tokenizer.json").write_bytes(b"a" * 9 * MIB)
+    hfshard.push_checkpoint(directory, str(store.address))
+    (directory / "tokenizer.json").write_bytes(b"b" * 9 * MIB)
+
+    proxy.fail("status", " finish ", status=503, times=100)
+    with pytest.raises(CommitUnfinishedError, match="503"):
+        hfshard.push_checkpoint(directory, str(store.address))
+    assert bucket.read(f"{store_prefix}/tokenizer.json") == b"a" * 9 * MIB
+
+    proxy.clear()
+    proxy.fail("lost_answer", " finish ")
+    hfshard.push_checkpoint(directory, str(store.address))
+    assert bucket.read(f"{store_prefix}/tokenizer.json") == b"b" * 9 * MIB
+
+
+@pytest.mark.parametrize("scheme", OBJECTS)
 def test_a_wrong_size_is_no_object(store: Store) -> None:
     for size in (4, 6):
         writer = store.open_writer("shard", size)
@@ -90,6 +119,82 @@ def test_an_upload_that_is_open_when_the_interpreter_ends_is_removed(
     assert processes.call(leave_open, store_address, env=os.environ).wait() == 0
     assert bucket.unfinished(store_prefix) == []
     assert bucket.sizes(store_prefix) == {}
+
+
+CUSTOMER_KEY = base64.b64encode(bytes(32)).decode()
+ENCRYPTIONS = {
+    "kms": (
+        {
+            "AWS_SERVER_SIDE_ENCRYPTION": "aws:kms",
+            "AWS_SSE_KMS_KEY_ID": "arn:aws:kms:us-east-1:1:key/2",
+            "AWS_SSE_BUCKET_KEY_ENABLED": "true",
+        },
+        {
+            "x-amz-server-side-encryption": "aws:kms",
+            "x-amz-server-side-encryption-aws-kms-key-id": "arn:aws:kms:us-east-1:1:key/2",
+            "x-amz-server-side-encryption-bucket-key-enabled": "true",
+        },
+    ),
+    "customer": (
+        {"AWS_SERVER_SIDE_ENCRYPTION": "sse-c", "AWS_SSE_CUSTOMER_KEY_BASE64": CUSTOMER_KEY},
+        {
+            "x-amz-server-side-encryption-customer-algorithm": "AES256",
+            "x-amz-server-side-encryption-customer-key": CUSTOMER_KEY,
+            "x-amz-server-side-encryption-customer-key-md5": "cLyPS3KoaSFGi/joRB3OUQ==",
+        },
+    ),
+}
+"""Variables of users -> the headers of what they put."""
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+@pytest.mark.parametrize("kind", ENCRYPTIONS)
+@pytest.mark.parametrize("size", [10, len(PARTS)])
+def test_a_copy_is_encrypted_as_what_is_put(
+    bucket: Bucket, proxy: FaultProxy, store_address: str, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: dict[str, list[dict[str, str]]] = defaultdict(list)
+    (origin,) = proxy._origins
+    find = origin.find
+
+    def note(method: str, target: str, headers: Headers) -> Found:
+        found = find(method, target, headers)
+        given = {name.lower(): text for name, text in headers.items()}
+        sent[found.kind].append({name: text for name, text in given.items() if "encryption" in name})
+        return found
+
+    monkeypatch.setattr(origin, "find", note)
+    monkeypatch.setattr(s3, "LARGEST_COPY", 6 * MIB)
+    monkeypatch.setattr(s3, "COPIED_PART", 6 * MIB)
+    variables, expected = ENCRYPTIONS[kind]
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    store = open_store(store_address)
+    writer = store.open_writer("shard", size)
+    writer.write(memoryview(PARTS)[:size])
+    put = writer.finish()
+
+    store.copy(put, "copy")
+
+    of_source = {name.replace("x-amz", "x-amz-copy-source"): text for name, text in expected.items()}
+    of_source = of_source if kind == "customer" else {}
+    if size == 10:
+        assert (sent["put"], sent["copy"]) == ([expected], [{**expected, **of_source}])
+    else:
+        assert sent["begin"] == [expected, expected]
+        of_part = {**expected, **of_source} if kind == "customer" else {}
+        assert sent["part"][-3:] == [of_part] * 3
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_key_that_is_not_in_base64_is_refused_without_the_key(
+    store_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "sse-c")
+    monkeypatch.setenv("AWS_SSE_CUSTOMER_KEY_BASE64", "my=secret")
+    with pytest.raises(StoreAccessError, match="AWS_SSE_CUSTOMER_KEY_BASE64 is not in base64") as refused:
+        open_store(store_address)
+    assert "secret" not in "".join(traceback.format_exception(refused.value))
 
 
 @pytest.mark.parametrize("scheme", ["s3"])

@@ -312,7 +312,8 @@ def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError]
         raise ReplacedMeanwhile
 
     too_often = f"'{checkpoint.path}' was replaced while it was being checked. Retry."
-    return retry_if_replaced(check, _RUN_TRAITS, checkpoint.path, too_often)
+    traits = replace(checkpoint.folder().traits, retries=_RUN_TRAITS.retries)
+    return retry_if_replaced(check, traits, checkpoint.path, too_often)
 
 
 def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:

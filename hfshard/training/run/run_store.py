@@ -264,24 +264,11 @@ class RunStore:
         return CheckpointManifest.from_json(save.small_files.get(MANIFEST, b""), f"{self.root}/{folder}/{found.name}")
 
     def _read_save(self, folder: str, found: StoredObject, save_id: SaveId) -> StoredSave:
-        return StoredSave.from_json(self._read(folder, found), f"{self.root}/{folder}/{found.name}", save_id)
+        return store_plan.read_save(self._store, replace(found, name=f"{folder}/{found.name}"), save_id)
 
     def _read_plain_manifest(self, folder: str, found: StoredObject) -> CheckpointManifest:
-        if found.size > MAX_INDEX_BYTES:
-            raise DamagedCheckpointError(
-                f"'{self.root}/{folder}/{MANIFEST}' has more than {MAX_INDEX_BYTES} bytes, the limit for a manifest. "
-                "Restore another checkpoint.",
-                path=f"{self.root}/{folder}/{MANIFEST}",
-            )
-        return CheckpointManifest.from_json(self._read(folder, found), f"{self.root}/{folder}/{MANIFEST}")
-
-    def _read(self, folder: str, found: StoredObject) -> bytes:
-        in_run = replace(found, name=f"{folder}/{found.name}")
-        known = store_plan.known(self._store, in_run)
-        if known is None:
-            known = self._store.read(in_run)
-            store_plan.remember_put(self._store, in_run, known)
-        return known
+        raw = store_plan.read_small(self._store, replace(found, name=f"{folder}/{MANIFEST}"), MAX_INDEX_BYTES)
+        return CheckpointManifest.from_json(raw, f"{self.root}/{folder}/{MANIFEST}")
 
     def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:
         """Return the shards of the newest checkpoint, by fingerprint: those whose ETag is still the recorded one."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hfshard
+from hfshard.checkpoint import ranged_folder
 from hfshard.commit import store_plan
 from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.stores.retry import RETRY_VARIABLE
@@ -148,6 +149,37 @@ def put_incomplete(run: BucketRun, step: int, number: int) -> list[str]:
             names.append(name.replace(tail, new))
             run.put(names[-1], raw)
     return names
+
+
+@pytest.mark.parametrize(("replaced", "saved", "left"), [(1, 3, {2: []}), (2, 2, {1: [], 2: []})])
+def test_a_checkpoint_that_a_save_replaces_while_it_is_verified_is_no_error(
+    run: BucketRun, proxy: FaultProxy, replaced: int, saved: int, left: dict[int, list[Exception]]
+) -> None:
+    save_steps(manager_of(run), 1, 2)
+    store_plan.forget_puts()  # as in another process
+    manifest = f"GET get .*checkpoint-0000000{replaced}/checkpoint-0"
+    raced = proxy.fail("race", manifest, skip=1, action=lambda: save_steps(manager_of(run), saved))
+
+    assert CheckpointManager(run.root).verify() == left
+    assert raced.times == 0
+
+
+def test_a_manifest_that_is_too_large_is_not_brought_into_memory(
+    run: BucketRun, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(CheckpointManager(run.root), 1)
+    run.put("checkpoint-00000001/checkpoint-00000009-0123456789abcdef.json", b" " * (3 << 20))
+    run.put("checkpoint-00000001/model-00001-of-00001-00000009-0123456789abcdef.safetensors", b"-")
+    for module in (store_plan, ranged_folder):
+        monkeypatch.setattr(module, "MAX_SAVE_BYTES", 2 << 20)
+    proxy.clear()
+
+    (problem,) = CheckpointManager(run.root).verify()[1]
+    hfshard.remove_checkpoint(f"{run.root}/checkpoint-00000001")
+
+    assert "has 3145728 bytes, but such a file has at most 2097152" in problem.message
+    assert run.names("checkpoint-") == []
+    assert sum(request.bytes_down for request in proxy.requests()) < 1 << 20
 
 
 @pytest.mark.parametrize("number", [2, 7], ids=["overtaken", "the highest of the run"])

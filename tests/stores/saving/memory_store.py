@@ -72,7 +72,7 @@ class MemoryStore:
         self.after("put", name)
         return _stored(name, raw)
 
-    def open_writer(self, name: str, size: int) -> _Writer:
+    def open_writer(self, name: str, size: int, replaced: StoredObject | None = None) -> _Writer:
         self._ask("open", name)
         self.uploads.add(name)
         return _Writer(self, name, size)

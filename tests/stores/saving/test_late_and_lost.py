@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
 import hfshard
+from hfshard.commit import store_plan
 from hfshard.errors import CommitUnfinishedError, RemoteChangedError
 from hfshard.format.stored_save import split_object_name
+from hfshard.places.place import place_to_save
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from hfshard.stores import retry
 from hfshard.stores.open_store import open_store
 from tests.servers.stores.buckets import Bucket
@@ -70,6 +77,41 @@ def test_an_index_that_comes_late_leads_to_shards_that_are_there(
     assert (loaded(store_address), saves_at(store_address)) == (3.0, {3})
 
 
+@pytest.mark.parametrize("scheme", ["hf"])
+@pytest.mark.parametrize(("call", "status"), [("batch", 403), ("(batch|paths-info)", 503)])
+def test_an_index_that_may_have_a_name_in_a_bucket_is_not_called_refused(
+    scheme: str, proxy: FaultProxy, store_address: str, call: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    save(store_address, 1.0)
+    proxy.fail("late", "batch", skip=1, status=504)
+    proxy.fail("status", call, skip=1, times=LONG, status=status)
+    with pytest.raises(CommitUnfinishedError, match="It is unknown whether"):
+        save(store_address, 2.0)
+    proxy.clear()
+    assert loaded(store_address) == 1.0
+
+    proxy.release()
+
+    assert loaded(store_address) == 2.0
+
+
+@pytest.mark.parametrize("scheme", ["az"])
+def test_a_plain_copy_that_is_replaced_while_it_is_compared_is_put_again(
+    scheme: str, proxy: FaultProxy, bucket: Bucket, store_address: str, store_prefix: str
+) -> None:
+    save(store_address, 1.0)
+    store_plan.forget_puts()  # as in a new process
+    copy = f"{store_prefix}/model.safetensors.index.json"
+    raw = bucket.read(copy)
+    proxy.fail("race", rf"GET get .*{copy}", action=lambda: bucket.put(copy, raw))
+
+    save(store_address, 1.0)
+
+    assert (loaded(store_address), saves_at(store_address)) == (1.0, {2})
+    assert bucket.read(copy) != raw
+
+
 @SCHEMES
 def test_an_index_that_comes_after_a_later_save_is_not_the_checkpoint(
     scheme: str, proxy: FaultProxy, store_address: str
@@ -86,6 +128,21 @@ def test_an_index_that_comes_after_a_later_save_is_not_the_checkpoint(
     assert loaded(store_address) == 3.0
     save(store_address, 4.0)
     assert (loaded(store_address), saves_at(store_address)) == (4.0, {4})
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("raw", [b'{"hfshard_save": {"format": 2}}', b"damaged"])
+def test_a_higher_index_that_can_not_be_read_counts(
+    scheme: str, proxy: FaultProxy, bucket: Bucket, store_address: str, store_prefix: str, raw: bytes
+) -> None:
+    save(store_address, 1.0)
+    higher = f"{store_prefix}/model.safetensors.index-00000007-0123456789abcdef.json"
+    proxy.fail("race", r"put .*index(-|%2D)\d", action=lambda: bucket.put(higher, raw))
+
+    with pytest.raises(RemoteChangedError, match="its checkpoint is the newer one"):
+        save(store_address, 2.0)
+
+    assert saves_at(store_address) == {1, 2, 7}
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -133,6 +190,62 @@ def test_saving_again_heals_a_damaged_shard(scheme: str, bucket: Bucket, store_a
 
     assert hfshard.verify_checkpoint(store_address).ok
     assert loaded(store_address) == 1.0
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_a_config_that_another_save_replaces_while_it_is_compared_is_not_the_same(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    def save_large(value: float) -> None:
+        request = request_from_state_dict({"a": torch.full((8,), value)}, SaveOptions())
+        save_request(replace(request, config=b'{"a": "%s"}' % (b"x" * (1 << 20))), place_to_save(store_address))
+
+    save_large(1.0)
+    store_plan.forget_puts()  # as in a new process
+    raced = proxy.fail("race", "GET get .*/config-0", action=lambda: save_large(2.0))
+    expected = 1.0
+    try:
+        save_large(1.0)
+    except RemoteChangedError:  # both have one number, and chance decides which id is higher
+        expected = 2.0
+
+    assert (loaded(store_address), raced.times) == (expected, 0)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+@pytest.mark.parametrize("is_uploaded", [False, True])
+@pytest.mark.parametrize("damaged", [b"{}\0", b"{", b"\0" * 100])
+def test_saving_again_heals_a_damaged_config(
+    bucket: Bucket, store_address: str, store_prefix: str, damaged: bytes, *, is_uploaded: bool
+) -> None:
+    request = replace(request_from_state_dict({"a": torch.ones(8)}, SaveOptions()), config=b"{}\n")
+    if is_uploaded:
+        bucket.put(f"{store_prefix}/model.safetensors", safetensors.torch.save({"a": torch.zeros(8)}))
+    else:
+        save_request(request, place_to_save(store_address))
+    bucket.put(f"{store_prefix}/config.json", damaged)
+
+    save_request(request, place_to_save(store_address))
+
+    assert bucket.read(f"{store_prefix}/config.json").startswith(b"{}\n")
+    assert f"{store_prefix}/model.safetensors" not in bucket.sizes(f"{store_prefix}/")
+    assert hfshard.verify_checkpoint(store_address).ok
+    assert loaded(store_address) == 1.0
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf"])
+@pytest.mark.parametrize("status", [400, 403, 501])
+def test_a_shard_that_can_not_be_copied_is_sent(
+    scheme: str, proxy: FaultProxy, store_address: str, status: int
+) -> None:
+    frozen = torch.zeros(4000)
+    hfshard.save_state_dict({"a": torch.zeros(8), "b": frozen}, store_address, max_shard_size="16KB")
+    copies = proxy.fail("status", "batch" if scheme == "hf" else " copy ", status=status)
+
+    hfshard.save_state_dict({"a": torch.ones(8), "b": frozen}, store_address, max_shard_size="16KB")
+
+    assert copies.times == 0
+    assert (loaded(store_address), saves_at(store_address)) == (1.0, {2})
 
 
 @pytest.mark.parametrize("scheme", ["s3"])

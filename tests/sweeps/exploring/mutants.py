@@ -95,9 +95,9 @@ def _delete_what_is_not_lower() -> Iterator[None]:
 def _delete_own_after_a_raise() -> Iterator[None]:
     put = SaveObjects.put_index
 
-    def mutated(self: SaveObjects, *rest: Any) -> bool:
+    def mutated(self: SaveObjects, *rest: Any) -> None:
         try:
-            return put(self, *rest)
+            put(self, *rest)
         except HfshardError:
             self.store.delete([self.save_id.object_name(name) for name in (self.entry, *self.digests)])
             raise

@@ -142,7 +142,7 @@ class ReplayedStore:
         self._replay.ask(Request("put", (self._start + name,), bytes(raw)))
         return StoredObject(name, len(raw), etag_of(bytes(raw)))
 
-    def open_writer(self, name: str, size: int) -> _Writer:
+    def open_writer(self, name: str, size: int, replaced: StoredObject | None = None) -> _Writer:
         return _Writer(self, name)
 
     def copy(self, source: StoredObject, target: str) -> StoredObject:
