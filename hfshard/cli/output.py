@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from hfshard._util.text import printable, without_url_secrets
@@ -60,6 +62,25 @@ def print_message(text: str) -> None:
     """Write a message for the user to stderr, without the password of an address that was typed."""
     with contextlib.suppress(OSError):  # the terminal or pipe is gone
         print(f"hfshard: {printable(without_url_secrets(text))}", file=sys.stderr)
+
+
+class _MessageHandler(logging.Handler):
+    """Shows what the library logs as messages of the command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_message(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextmanager
+def library_messages() -> Iterator[None]:
+    """Show the library's warnings as messages on stderr while the block runs."""
+    handler = _MessageHandler()
+    logger = logging.getLogger("hfshard")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def is_confirmed(question: str) -> bool:
