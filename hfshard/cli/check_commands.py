@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from hfshard.checkpoint.verify_report import Problem, VerifyReport
     from hfshard.viewing.results import Inspection, TensorEntry
 
+_MOST_PROBLEMS: Final = 5
+"""Problems of a file that are shown: two swapped shards have one for each of their tensors."""
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
 
@@ -161,10 +164,15 @@ def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:
 
 
 def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
-    """Print the problems, file by file, each after the word."""
-    for problem in problems:
-        tensor = "" if problem.tensor is None else f", tensor {printable_message(problem.tensor)}"
-        print_text(f"{word}  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
+    """Print the problems, file by file, each after the word; of many in one file the first ones, and their number."""
+    for file, found in groupby(problems, key=lambda problem: problem.file):
+        of_file = list(found)
+        for problem in of_file[:_MOST_PROBLEMS]:
+            tensor = "" if problem.tensor is None else f", tensor {printable_message(problem.tensor)}"
+            print_text(f"{word}  {printable(file + tensor)}\n         {printable(problem.message)}")
+        if len(of_file) > _MOST_PROBLEMS:
+            more = count_of(len(of_file) - _MOST_PROBLEMS, "more problem")
+            print_text(f"         {more} in this file. To list all, pass --format json.")
 
 
 def _headline(found: Inspection) -> str:

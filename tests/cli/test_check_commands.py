@@ -503,6 +503,26 @@ def test_every_damaged_file_is_named_at_once(example: Path, run: Run) -> None:
     assert "10000" in out
 
 
+def test_of_many_problems_in_a_file_the_first_five_are_shown_and_json_has_all(tmp_path: Path, run: Run) -> None:
+    names = [f"layer.{number}" for number in range(8)]
+    hfshard.save_state_dict({name: torch.full((64,), float(hash_)) for hash_, name in enumerate(names)}, tmp_path)
+    raw = bytearray((tmp_path / "model.safetensors").read_bytes())
+    for number in range(8):
+        raw[-256 * number - 1] ^= 0x10
+    (tmp_path / "model.safetensors").write_bytes(raw)
+
+    lines = run("verify", tmp_path).stdout.splitlines()
+    problems = json.loads(run("verify", tmp_path, "--format", "json").stdout)["problems"]
+
+    file = tmp_path / "model.safetensors"
+    assert lines[:10:2] == [f"DAMAGED  {file}, tensor {name}" for name in names[:5]]
+    assert lines[10:] == [
+        "         3 more problems in this file. To list all, pass --format json.",
+        f"{tmp_path}: DAMAGED: 8 problems in 1 file",
+    ]
+    assert [problem["tensor"] for problem in problems] == names
+
+
 def test_structure_reads_no_data(example: Path, run: Run) -> None:
     flip_bit(example / FIRST, 300_000)  # beyond the 4 KiB of the tensor that its sample covers
     done = run("verify", example, "--level", "structure")
