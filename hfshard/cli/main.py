@@ -110,7 +110,12 @@ def _no_directory(path: str) -> str:
     except InvalidPathError as error:
         return error.message
     hint = "it does not exist"
-    if _REPO_ID.fullmatch(path):
+    name = os.path.basename(path.rstrip("/"))
+    folder = os.path.dirname(path.rstrip("/")) or "."
+    if os.path.isdir(folder) and os.access(folder, os.R_OK):
+        question = did_you_mean(name, os.listdir(folder))
+        hint += question and f".{question}"
+    elif _REPO_ID.fullmatch(path):
         hint = f"it does not exist. To use a repo of the Hub, pull it first: hfshard pull {path} NEW_DIR"
     if is_store_address(path):
         hint = "this command needs a directory on a file system, not a store"

@@ -118,6 +118,17 @@ def test_full_disk_behind_stdout_is_one_message(example: Path, child_environment
     assert (done.returncode, done.stderr) == (1, "hfshard: [Errno 28] No space left on device\n")
 
 
+def test_a_misspelled_path_is_answered_with_the_nearest_name(example: Path, run: Run) -> None:
+    error = "it does not exist"
+
+    assert f"/exmaple' is not a directory: {error}. Did you mean 'example'?\n" in run.fails(
+        2, "verify", example.parent / "exmaple/"
+    )
+    assert f"'{example}/other' is not a directory: {error}\n" in run.fails(2, "verify", example / "other")
+    file = example / "model.safetensors.index.json"
+    assert f"'{file}/x' is not a directory: {error}\n" in run.fails(2, "verify", file / "x")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["verify", "--help"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_full_disk_behind_the_help_is_one_message(
