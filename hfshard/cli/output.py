@@ -6,9 +6,11 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from hfshard._util.text import printable, without_url_secrets
@@ -135,6 +137,15 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def table_with_bars(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out rows as `table` does, without bars, whose title is "", where stdout is a terminal too narrow for them."""
+    laid_out = table(titles, rows)
+    if not sys.stdout.isatty() or max(map(len, laid_out.split("\n"))) <= shutil.get_terminal_size().columns:
+        return laid_out
+    kept = [bool(title) for title in titles]
+    return table(list(compress(titles, kept)), [list(compress(row, kept)) for row in rows])
 
 
 def bar(part: int, whole: int) -> str:

@@ -581,6 +581,31 @@ def test_bar_is_shown_on_a_terminal_unless_unwanted(
     assert option is None or shown == b""
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (80, "model-00002-of-00002.safetensors   64.2 KB        3  sha256 "),
+        (120, "model-00002-of-00002.safetensors   64.2 KB  ███▏                        3  sha256 "),
+    ],
+)
+def test_files_are_one_line_each_on_a_terminal_of_80_columns(
+    columns: int, shown: str, example: Path, child_environment: dict[str, str]
+) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (25, columns))
+    environment = {name: value for name, value in child_environment.items() if name != "COLUMNS"}
+
+    done = processes.run(["-m", "hfshard", "inspect", example], env=environment, stdout=theirs)
+    os.close(theirs)
+    lines = os.read(ours, 65536).decode().splitlines()
+    os.close(ours)
+
+    assert done.returncode == 0
+    [line] = [line for line in lines if line.startswith("model-00002-of-00002.safetensors ")]
+    assert line.startswith(shown)
+    assert len(line) <= columns
+
+
 def test_what_is_signed_with_is_exactly_one_of_key_and_sigstore(capsys: pytest.CaptureFixture[str]) -> None:
     assert make_parser().parse_args(["sign", "here", "--private-key", "k.pem"]).private_key == "k.pem"
 
