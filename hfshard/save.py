@@ -169,7 +169,9 @@ def save_model(
         progress=progress,
     )
     if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model must be an nn.Module, got a {type(model).__name__}.")
+        raise InvalidArgumentError(
+            f"model must be an nn.Module, got a {type(model).__name__}. To save tensors by name, call save_state_dict."
+        )
     if state_dict is not None and not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
     with among(process_group):

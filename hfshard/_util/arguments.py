@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import os
@@ -10,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, MutableMapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 from hfshard._util.addresses import check_slashes, is_store_address, parse_address
+from hfshard._util.text import did_you_mean
 from hfshard.errors import (
     AccessDeniedError,
     FileError,
@@ -33,8 +33,7 @@ def reject_unknown_arguments(names: Iterable[str], known: Collection[str], funct
     """
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean '{nearest[0]}'?" if nearest else f" It accepts: {', '.join(sorted(known))}."
+            hint = did_you_mean(name, known) or f" It accepts: {', '.join(sorted(known))}."
             raise UnknownArgumentError(f"{function}() got an unexpected keyword argument '{name}'.{hint}")
 
 
@@ -146,7 +145,7 @@ def checked_path_text(path: str | os.PathLike[str], argument: str = "path") -> s
 
 def _refused(path: object, argument: str) -> InvalidPathError:
     return InvalidPathError(
-        f"{argument} must be a str or os.PathLike path without NUL characters, got {path!r}. "
+        f"{argument} must be a str or os.PathLike path without NUL characters, got {path!r:.200}. "
         f"For the working directory, pass '{os.curdir}'."
     )
 

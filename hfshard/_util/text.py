@@ -56,6 +56,17 @@ def nearest_first(name: str, others: Sequence[str]) -> list[str]:
     return [*nearest, *sorted(set(others) - set(nearest))]
 
 
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a question, with a blank before it, that names the most similar known name; "" if none is similar.
+
+    Example:
+        >>> did_you_mean("--levl", ["--help", "--level"])
+        " Did you mean '--level'?"
+    """
+    nearest = get_close_matches(name, known, n=1)
+    return f" Did you mean '{nearest[0]}'?" if nearest else ""
+
+
 def without_url_secrets(text: str) -> str:
     """Remove users, passwords and queries from the URLs in a text: storage servers' queries contain signatures.
 

@@ -19,6 +19,7 @@ from hfshard.constants import (
     MAX_CONFIG_BYTES,
     SAFETENSORS_SUFFIX,
     WEIGHTS_OVERRIDE_KEY,
+    WEIGHTS_SUFFIXES,
 )
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
@@ -205,8 +206,15 @@ def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> Che
     parts = None if below or _has_other_weights(folder) else _describe_parts(folder)
     if parts is not None and names.variant is None:
         return CheckpointNotFoundError(parts, path=directory)
-    found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
+    found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, *_PICKLE_SUFFIXES))]
+    others = [name for name in there if name.endswith(WEIGHTS_SUFFIXES) and name not in found]
     hint = f"It contains {shorten_list(found, _SHOWN)}" if found else "It contains no weights"
+    if others and not found:
+        hint = f"It contains {shorten_list(others, _SHOWN)}, which hfshard does not read: load the weights with a "
+        hint += "library that does, and save them as safetensors"
+    lone = [name for name in found if not names.is_shard(name)]
+    if lone and is_directory and names.variant is None:
+        hint += f": pass {'it' if len(found) == 1 else 'one of them'}, as '{os.path.join(directory, lone[0])}'"
     if below:
         hint = f"Weights are in its {'folder' if len(below) == 1 else 'folders'} {shorten_list(below, _SHOWN)}: pass "
         hint += f"{'it' if len(below) == 1 else 'one of them'} as subfolder"

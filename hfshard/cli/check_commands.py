@@ -8,10 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
-from hfshard.cli.output import bar, checksum_text, print_json, print_message, print_text, table
+from hfshard.cli.output import bar, checksum_text, print_json, print_message, print_text, table, table_with_bars
 from hfshard.cli.shared_arguments import (
     OR_STORE,
     REPO,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from hfshard.checkpoint.verify_report import Problem, VerifyReport
     from hfshard.viewing.results import Inspection, TensorEntry
 
+_MOST_PROBLEMS: Final = 5
+"""Problems of a file that are shown: two swapped shards have one for each of their tensors."""
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
 
@@ -161,10 +164,15 @@ def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:
 
 
 def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
-    """Print the problems, file by file, each after the word."""
-    for problem in problems:
-        tensor = "" if problem.tensor is None else f", tensor {printable_message(problem.tensor)}"
-        print_text(f"{word}  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
+    """Print the problems, file by file, each after the word; of many in one file the first ones, and their number."""
+    for file, found in groupby(problems, key=lambda problem: problem.file):
+        of_file = list(found)
+        for problem in of_file[:_MOST_PROBLEMS]:
+            tensor = "" if problem.tensor is None else f", tensor {printable_message(problem.tensor)}"
+            print_text(f"{word}  {printable(file + tensor)}\n         {printable(problem.message)}")
+        if len(of_file) > _MOST_PROBLEMS:
+            more = count_of(len(of_file) - _MOST_PROBLEMS, "more problem")
+            print_text(f"         {more} in this file. To list all, pass --format json.")
 
 
 def _headline(found: Inspection) -> str:
@@ -198,7 +206,7 @@ def _files_table(found: Inspection) -> str:
         ]
         for file in found.files
     ]
-    return table(["file", ">size", "", ">tensors", "checksum"], rows)
+    return table_with_bars(["file", ">size", "", ">tensors", "checksum"], rows)
 
 
 def _dtypes_table(found: Inspection) -> str:
@@ -212,7 +220,7 @@ def _dtypes_table(found: Inspection) -> str:
         ]
         for entry in found.dtypes
     ]
-    return table(["dtype", ">tensors", ">parameters", ">size", ""], rows)
+    return table_with_bars(["dtype", ">tensors", ">parameters", ">size", ""], rows)
 
 
 def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:

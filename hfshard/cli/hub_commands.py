@@ -108,7 +108,9 @@ def add_pull(commands: CommandGroup) -> None:
     )
     parser.add_argument("--revision", help="branch, tag, commit or refs/pr/N (default: main)")
     parser.add_argument("--subfolder", default="", help="folder in the repo")
-    parser.add_argument("--include", action="append", metavar="GLOB", help="pull only these files; repeatable")
+    parser.add_argument(
+        "--include", action="append", metavar="GLOB", help="besides the checkpoint, pull only these files; repeatable"
+    )
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="exclude these files; repeatable")
     parser.add_argument(
         "--force",

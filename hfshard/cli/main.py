@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from hfshard._util.addresses import check_slashes, is_store_address
-from hfshard._util.text import printable, without_url_secrets
+from hfshard._util.text import did_you_mean, printable, without_url_secrets
 from hfshard.cli import check_commands, diff_command, hub_commands, rewrite_commands, run_command
-from hfshard.cli.output import discard_stdout, open_missing_streams, print_message, use_any_encoding
+from hfshard.cli.output import (
+    discard_stdout,
+    library_messages,
+    open_missing_streams,
+    print_message,
+    use_any_encoding,
+)
 from hfshard.cli.shared_arguments import Commands
 from hfshard.constants import VERSION
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError
@@ -27,6 +33,8 @@ _USAGE_ERRORS: Final = (InvalidArgumentError, InvalidSizeError, InvalidSizeTypeE
 """Errors about arguments that only the work itself can reject, such as a target inside the source."""
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 """A possible name of a repo, in the place of a directory."""
+_OPTION: Final = re.compile(r"--[a-z][a-z-]*")
+"""An option in the help of a command."""
 _EXIT_SIGNAL: Final = 128
 """Added to a signal's number, as shells do."""
 _SIGINT: Final = 2
@@ -45,39 +53,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     open_missing_streams()
     use_any_encoding()
-    parser = make_parser()
-    own, program = run_command.split_command_line(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(own)
-    arguments.program = program
-    if arguments.needs_directory and not (arguments.takes_address and is_store_address(arguments.directory)):
-        arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: messages show it as it was typed
-        is_there = os.path.exists if arguments.takes_file else os.path.isdir
-        if not is_there(arguments.directory):
-            parser.error(_no_directory(arguments.directory))
+    exit_failed = EXIT_FAILED
     try:
-        code: int = arguments.run(arguments)
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        exit_failed = arguments.exit_failed
+        with library_messages():
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
     except _USAGE_ERRORS as error:
         print_message(str(error))
         return EXIT_USAGE
     except HfshardError as error:
         print_message(str(error))
-        return int(arguments.exit_failed)
+        return exit_failed
     except BrokenPipeError:  # `hfshard inspect DIR | head`
         discard_stdout()
         return _EXIT_SIGNAL + _SIGPIPE
     except OSError as error:  # `hfshard inspect DIR > /dev/full`
         print_message(f"{error}")
         discard_stdout()
-        return int(arguments.exit_failed)
+        return exit_failed
     except KeyboardInterrupt:
         return _EXIT_SIGNAL + _SIGINT
     except Exception:
-        if arguments.exit_failed == EXIT_FAILED:  # Python's own exit code for an unexpected error
+        if exit_failed == EXIT_FAILED:  # Python's own exit code for an unexpected error
             raise
         traceback.print_exc()
-        return int(arguments.exit_failed)
+        return exit_failed
     return code
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line; an argument that a command does not know is that command's error, with its usage."""
+    own, program = run_command.split_command_line(words)
+    try:
+        arguments, unknown = make_parser().parse_known_args(own)
+    finally:
+        sys.stdout.flush()  # `hfshard --help > /dev/full`
+    command: argparse.ArgumentParser = arguments.parser
+    if unknown:
+        option = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+        hint = did_you_mean(option, _OPTION.findall(command.format_help()))
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'.{hint}'}")
+    arguments.program = program
+    if arguments.needs_directory and not (arguments.takes_address and is_store_address(arguments.directory)):
+        arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: messages show it as it was typed
+        is_there = os.path.exists if arguments.takes_file else os.path.isdir
+        if not is_there(arguments.directory):
+            command.error(_no_directory(arguments.directory))
+    return arguments
 
 
 def _no_directory(path: str) -> str:
@@ -86,7 +110,12 @@ def _no_directory(path: str) -> str:
     except InvalidPathError as error:
         return error.message
     hint = "it does not exist"
-    if _REPO_ID.fullmatch(path):
+    name = os.path.basename(path.rstrip("/"))
+    folder = os.path.dirname(path.rstrip("/")) or "."
+    if os.path.isdir(folder) and os.access(folder, os.R_OK):
+        question = did_you_mean(name, os.listdir(folder))
+        hint += question and f".{question}"
+    elif _REPO_ID.fullmatch(path):
         hint = f"it does not exist. To use a repo of the Hub, pull it first: hfshard pull {path} NEW_DIR"
     if is_store_address(path):
         hint = "this command needs a directory on a file system, not a store"

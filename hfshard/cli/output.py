@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from hfshard._util.text import printable, without_url_secrets
@@ -62,6 +66,25 @@ def print_message(text: str) -> None:
         print(f"hfshard: {printable(without_url_secrets(text))}", file=sys.stderr)
 
 
+class _MessageHandler(logging.Handler):
+    """Shows what the library logs as messages of the command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_message(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextmanager
+def library_messages() -> Iterator[None]:
+    """Show the library's warnings as messages on stderr while the block runs."""
+    handler = _MessageHandler()
+    logger = logging.getLogger("hfshard")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def is_confirmed(question: str) -> bool:
     """Ask on stderr, and return whether the user has typed yes."""
     print(question, end="", file=sys.stderr, flush=True)
@@ -114,6 +137,15 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def table_with_bars(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out rows as `table` does, without bars, whose title is "", where stdout is a terminal too narrow for them."""
+    laid_out = table(titles, rows)
+    if not sys.stdout.isatty() or max(map(len, laid_out.split("\n"))) <= shutil.get_terminal_size().columns:
+        return laid_out
+    kept = [bool(title) for title in titles]
+    return table(list(compress(titles, kept)), [list(compress(row, kept)) for row in rows])
 
 
 def bar(part: int, whole: int) -> str:

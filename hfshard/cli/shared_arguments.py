@@ -60,7 +60,7 @@ class CommandGroup:
         """
         self.lines[name] = help
         parser: argparse.ArgumentParser = self._parsers.add_parser(name, **options)
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, parser=parser)
         return parser
 
     def show(self, width: int) -> str:

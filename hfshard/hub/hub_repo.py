@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import can_use_thread_pools
@@ -222,6 +224,19 @@ _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
 _MUST_GO: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, CONFIG_NAME)
 
 
+@contextmanager
+def _without_upstream_bars() -> Iterator[None]:
+    """Hide huggingface_hub's bars of files: they appear without a terminal, and next to hfshard's bar of bytes."""
+    is_shown = constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
+    if is_shown:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if is_shown:
+            enable_progress_bars()
+
+
 class RemoteCommit:
     """A commit that is being made."""
 
@@ -286,13 +301,14 @@ class RemoteCommit:
         while True:
             rewind_readers(additions)  # huggingface_hub leaves them where an upload failed
             try:
-                self.api.preupload_lfs_files(
-                    self.repo_id,
-                    additions,
-                    revision=self.request.revision,
-                    create_pr=self.request.create_pr,
-                    free_memory=False,
-                )
+                with _without_upstream_bars():
+                    self.api.preupload_lfs_files(
+                        self.repo_id,
+                        additions,
+                        revision=self.request.revision,
+                        create_pr=self.request.create_pr,
+                        free_memory=False,
+                    )
             except self.upload_failures as error:
                 cause = _cause(error)
                 if isinstance(cause, HfshardError):

@@ -96,7 +96,10 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
         UnstorableTensorError: It has a ShardedTensor of FSDP1, or copies of parameters that DeepSpeed has partitioned.
     """
     if not isinstance(state_dict, Mapping):
-        raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
+        raise InvalidArgumentError(
+            f"state_dict must map names to tensors, got a {type(state_dict).__name__}. "
+            "To save a module, call save_model."
+        )
     reject_sharded_tensors(state_dict)
     state_dict = with_partitioned(state_dict)
     tied_names = find_shared_tensors(state_dict)

@@ -117,7 +117,10 @@ def plan_shards(
     """
     limit = parse_size(max_shard_size)
     if not isinstance(state_dict, Mapping):
-        raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
+        raise InvalidArgumentError(
+            f"state_dict must map names to tensors, got a {type(state_dict).__name__}. "
+            "Of a module, pass its state_dict()."
+        )
     tied_names = find_shared_tensors(state_dict)
     specs = tensor_specs(state_dict)
     stored = [spec for spec in specs if spec.name not in tied_names]

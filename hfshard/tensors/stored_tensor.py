@@ -350,6 +350,8 @@ def _problem(name: Any, value: Any) -> str | None:
         return None
     if not isinstance(value, torch.Tensor):
         kind = type(value).__name__
+        if isinstance(value, Mapping):
+            return f"it is a {kind} of its own, not a tensor. Save each state dict by itself."
         return f"it is a {kind}, not a tensor. Remove it from the state dict, or convert it to a tensor."
     if value.device.type == "meta":
         return "it is on the meta device and has no data. Load or initialize the model first."

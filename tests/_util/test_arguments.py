@@ -46,6 +46,15 @@ def test_what_is_no_path_is_one_clear_error(given: Any) -> None:
             function(given, "save_directory")
 
 
+def test_a_state_dict_in_the_place_of_a_path_is_shown_shortened() -> None:
+    state_dict: Any = {f"layer.{number}.weight": number for number in range(1000)}
+
+    with pytest.raises(InvalidPathError) as raised:
+        checked_path_text(state_dict)
+
+    assert len(str(raised.value)) < 400
+
+
 def test_the_working_directory_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

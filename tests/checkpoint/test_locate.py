@@ -58,8 +58,32 @@ def test_a_directory_without_weights_is_an_error_that_says_what_it_holds(tmp_pat
     for number in range(7):
         (tmp_path / f"other{number}.safetensors").touch()
 
-    with pytest.raises(CheckpointNotFoundError, match=r"It contains other0.*other4\.safetensors and 2 more\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"It contains other0.*other4\.safetensors and 2 more: pass"):
         locate_checkpoint(str(tmp_path), WeightNames())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a.safetensors", "b.bin"], "It contains a.safetensors, b.bin: pass one of them, as 'DIR/a.safetensors'."),
+        (["last.ckpt"], "It contains last.ckpt: pass it, as 'DIR/last.ckpt'."),
+        (["model-00001-of-00002.safetensors"], "It contains model-00001-of-00002.safetensors."),
+        (
+            ["rust_model.ot", "tf_model.h5"],
+            "It contains rust_model.ot, tf_model.h5, which hfshard does not read: load the weights with a library that "
+            "does, and save them as safetensors.",
+        ),
+        (["notes.txt"], "It contains no weights."),
+    ],
+)
+def test_the_error_says_what_to_do_with_other_weights(names: list[str], said: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+
+    with pytest.raises(CheckpointNotFoundError) as raised:
+        locate_checkpoint(str(tmp_path), WeightNames())
+
+    assert f". {said} To see what is there, run: ls -l DIR" in str(raised.value).replace(str(tmp_path), "DIR")
 
 
 def test_a_missing_directory_is_an_error_that_says_so(tmp_path: Path) -> None:

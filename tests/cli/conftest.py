@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.cli.main import make_parser
+from hfshard.cli.main import main
 from tests.cli.programs import LOOKS, without_hfshard_on
 from tests.helpers import processes
 
@@ -47,7 +47,7 @@ def run(child_environment: dict[str, str]) -> Run:
 def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Parse arguments that are bad usage, and return the last line of stderr."""
     with pytest.raises(SystemExit) as raised:
-        make_parser().parse_args(arguments)
+        main(arguments)
     assert raised.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 

@@ -503,6 +503,26 @@ def test_every_damaged_file_is_named_at_once(example: Path, run: Run) -> None:
     assert "10000" in out
 
 
+def test_of_many_problems_in_a_file_the_first_five_are_shown_and_json_has_all(tmp_path: Path, run: Run) -> None:
+    names = [f"layer.{number}" for number in range(8)]
+    hfshard.save_state_dict({name: torch.full((64,), float(hash_)) for hash_, name in enumerate(names)}, tmp_path)
+    raw = bytearray((tmp_path / "model.safetensors").read_bytes())
+    for number in range(8):
+        raw[-256 * number - 1] ^= 0x10
+    (tmp_path / "model.safetensors").write_bytes(raw)
+
+    lines = run("verify", tmp_path).stdout.splitlines()
+    problems = json.loads(run("verify", tmp_path, "--format", "json").stdout)["problems"]
+
+    file = tmp_path / "model.safetensors"
+    assert lines[:10:2] == [f"DAMAGED  {file}, tensor {name}" for name in names[:5]]
+    assert lines[10:] == [
+        "         3 more problems in this file. To list all, pass --format json.",
+        f"{tmp_path}: DAMAGED: 8 problems in 1 file",
+    ]
+    assert [problem["tensor"] for problem in problems] == names
+
+
 def test_structure_reads_no_data(example: Path, run: Run) -> None:
     flip_bit(example / FIRST, 300_000)  # beyond the 4 KiB of the tensor that its sample covers
     done = run("verify", example, "--level", "structure")
@@ -559,6 +579,31 @@ def test_bar_is_shown_on_a_terminal_unless_unwanted(
     assert done.stdout.endswith("compared with their checksums\n")
     assert ("Verifying: " in shown.decode()) == (option is None)
     assert option is None or shown == b""
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (80, "model-00002-of-00002.safetensors   64.2 KB        3  sha256 "),
+        (120, "model-00002-of-00002.safetensors   64.2 KB  ███▏                        3  sha256 "),
+    ],
+)
+def test_files_are_one_line_each_on_a_terminal_of_80_columns(
+    columns: int, shown: str, example: Path, child_environment: dict[str, str]
+) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (25, columns))
+    environment = {name: value for name, value in child_environment.items() if name != "COLUMNS"}
+
+    done = processes.run(["-m", "hfshard", "inspect", example], env=environment, stdout=theirs)
+    os.close(theirs)
+    lines = os.read(ours, 65536).decode().splitlines()
+    os.close(ours)
+
+    assert done.returncode == 0
+    [line] = [line for line in lines if line.startswith("model-00002-of-00002.safetensors ")]
+    assert line.startswith(shown)
+    assert len(line) <= columns
 
 
 def test_what_is_signed_with_is_exactly_one_of_key_and_sigstore(capsys: pytest.CaptureFixture[str]) -> None:

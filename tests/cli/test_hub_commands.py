@@ -114,6 +114,22 @@ def test_push_and_pull_over_http(example: Path, hub_server: HubServer, tmp_path:
     assert "the token '…' that was passed" in run.fails(1, "pull", "org/name", "--token", "hf_wrong", **environment)
 
 
+def test_a_push_over_http_shows_no_bar_without_a_terminal(
+    example: Path, hub_server: HubServer, tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    network = {**hub_server.environment(home=tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    del network["HF_HUB_DISABLE_PROGRESS_BARS"]
+
+    done = Run({**child_environment, **network})("push", example, "org/name")
+
+    assert done.returncode == 0, done.stderr
+    assert "Upload" not in done.stderr
+
+
+def test_help_of_pull_says_that_the_checkpoint_is_always_pulled(run: Run) -> None:
+    assert "besides the checkpoint, pull only these files" in run.ok("pull", "--help", COLUMNS="200")
+
+
 def test_damaged_cache_is_told_and_mended_by_the_command_that_the_error_names(
     example: Path, hub_server: HubServer, tmp_path: Path, run: Run
 ) -> None:

@@ -41,6 +41,13 @@ from tests.helpers import processes
         (["inspect", ".", "https://user:TOKEN@host/x"], "unrecognized arguments: https://host/x"),
         (["https://user:TOKEN@host/x"], "invalid choice: 'https://host/x'"),
         (["revisions", "https://user:TOKEN@host/x"], "'https://host/x' is not a directory"),
+        (
+            ["verify", ".", "--levl", "full"],
+            "verify: error: unrecognized arguments: --levl full. Did you mean '--level'?",
+        ),
+        (["inspect", ".", "--varaint=fp16"], "unrecognized arguments: --varaint=fp16. Did you mean '--variant'?"),
+        (["run", "--quite", "train.py"], "unrecognized arguments: --quite. Did you mean '--quiet'?"),
+        (["inspect", "nowhere"], "inspect: error: 'nowhere' is not a directory: it does not exist"),
     ],
 )
 def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, run: Run) -> None:
@@ -56,7 +63,7 @@ def test_a_rejected_argument_is_shown_without_its_password_and_control_character
 ) -> None:
     shown = rejected(capsys, "inspect", "here", "https://me:hunter2@host/x?sig=abc", "\x1b[2J")
 
-    assert shown == r"hfshard: error: unrecognized arguments: https://host/x?… \x1b[2J"
+    assert shown == r"hfshard inspect: error: unrecognized arguments: https://host/x?… \x1b[2J"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,42 @@ def test_full_disk_behind_stdout_is_one_message(example: Path, child_environment
         done = processes.run(["-m", "hfshard", "inspect", example], env=child_environment, stdout=full.fileno())
 
     assert (done.returncode, done.stderr) == (1, "hfshard: [Errno 28] No space left on device\n")
+
+
+def test_a_misspelled_path_is_answered_with_the_nearest_name(example: Path, run: Run) -> None:
+    error = "it does not exist"
+
+    assert f"/exmaple' is not a directory: {error}. Did you mean 'example'?\n" in run.fails(
+        2, "verify", example.parent / "exmaple/"
+    )
+    assert f"'{example}/other' is not a directory: {error}\n" in run.fails(2, "verify", example / "other")
+    file = example / "model.safetensors.index.json"
+    assert f"'{file}/x' is not a directory: {error}\n" in run.fails(2, "verify", file / "x")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["verify", "--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_disk_behind_the_help_is_one_message(
+    arguments: list[str], unbuffered: str, child_environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "hfshard", *arguments]
+    environment = {**child_environment, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb", buffering=0) as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=PIPE, text=True)
+
+    assert (done.returncode, done.stderr) == (1, "hfshard: [Errno 28] No space left on device\n")
+
+
+def test_a_warning_of_the_library_is_a_message(example: Path, tmp_path: Path, run: Run) -> None:
+    os.mkfifo(example / "model-00001-of-00002.safetensors.part\x1b[2J")
+
+    done = run("push", example, tmp_path / "hub")
+
+    assert done.returncode == 0
+    assert done.stderr.startswith(
+        f"hfshard: warning: '{example}/model-00001-of-00002.safetensors.part\\x1b[2J' is a pipe"
+    )
+    assert done.stderr.count("\n") == 1
 
 
 HELP = """\

@@ -169,6 +169,22 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path, state_dict: Any) -> No
         hfshard.save_model(state_dict, tmp_path / "new")
 
 
+def test_what_belongs_to_another_function_is_refused_with_its_name(tmp_path: Path) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    state_dict: Any = {"a": torch.ones(2)}
+
+    with pytest.raises(InvalidArgumentError, match=r"got a Linear\. To save a module, call save_model\.$"):
+        hfshard.save_state_dict(model, tmp_path / "new")
+    with pytest.raises(InvalidArgumentError, match=r"got a Linear\. Of a module, pass its state_dict\(\)\.$"):
+        hfshard.plan_shards(model)
+    with pytest.raises(InvalidArgumentError, match=r"got a dict\. To save tensors by name, call save_state_dict\.$"):
+        hfshard.save_model(state_dict, tmp_path / "new")
+    with pytest.raises(UnstorableTensorError, match=r"'model': it is a dict of its own, .* Save each state dict by it"):
+        hfshard.save_state_dict({"model": state_dict}, tmp_path / "new")
+
+    assert not (tmp_path / "new").exists()
+
+
 def resized(tensor: torch.Tensor, nbytes: int, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A view of a tensor whose storage then gets another size."""
     found = view(tensor)
