@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from hfshard._util.context import bound
+from hfshard._util.threads import bound
 from hfshard.errors import InvalidArgumentError
 
 _GIVEN: Final[ContextVar[dist.ProcessGroup | None]] = ContextVar("hfshard_process_group", default=None)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.call_ranks import has_other_ranks
-from hfshard._util.context import bound
 from hfshard._util.progress import byte_progress
+from hfshard._util.threads import bound
 from hfshard.checkpoint.check_files import check_checksums, check_pickles, retry_if_replaced
 from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions

@@ -12,8 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Self
 
-from hfshard._util.context import bound
-from hfshard._util.threads import ForkSafeLock
+from hfshard._util.threads import ForkSafeLock, bound
 from hfshard.format.digests import Checksum, Verify, check_checksum, check_verify_level
 
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
-from hfshard._util.context import bound
-from hfshard._util.threads import ForkSafeLock
+from hfshard._util.threads import ForkSafeLock, bound
 from hfshard.checkpoint.locate import read_config, weights_bytes
 from hfshard.constants import ADAPTER_CONFIG_NAME, MIXIN_MARK
 from hfshard.errors import HfshardError

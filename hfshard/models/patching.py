@@ -12,8 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from hfshard._util.context import bound
-from hfshard._util.threads import ForkSafeLock
+from hfshard._util.threads import ForkSafeLock, bound
 
 Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
 METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")

@@ -15,8 +15,8 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard._util.arguments import checked_path_text
-from hfshard._util.context import bound
 from hfshard._util.text import shorten_list
+from hfshard._util.threads import bound
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.load_options import LoadOptions, checked_device

@@ -16,7 +16,7 @@ from typing import Any, Final
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.context import bound
+from hfshard._util.threads import bound
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import BytesSource
