@@ -14,7 +14,7 @@ from torch import nn
 from hfshard._util.arguments import checked_path_text, reject_unknown_arguments, wraps_os_errors
 from hfshard._util.call_ranks import among
 from hfshard.checkpoint.load_options import LoadOptions, checked_device, files_with_keys, read_tensors
-from hfshard.checkpoint.open_checkpoint import FilesOf
+from hfshard.checkpoint.locate import CheckpointQuery, FilesOf
 from hfshard.distributed.load_on_ranks import (
     check_like,
     files_of_names,
@@ -25,7 +25,6 @@ from hfshard.distributed.load_on_ranks import (
 )
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_kinds import is_plain_class
 from hfshard.places.source import CheckpointSource, open_source_by_ranges, use_checkpoint
 from hfshard.shards.read_tensors import ReadMode

@@ -8,12 +8,11 @@ from contextlib import suppress
 from functools import partial
 
 from hfshard._util.arguments import check_text_arguments, wraps_os_errors
-from hfshard.checkpoint.locate import adapter_weights
+from hfshard.checkpoint.locate import CheckpointQuery, adapter_weights
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import CheckPlace, place_to_check
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature

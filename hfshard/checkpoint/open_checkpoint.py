@@ -31,6 +31,7 @@ from hfshard.checkpoint.check_files import (
 )
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import (
+    FilesOf,
     WeightsEntry,
     checked_weights_override,
     config_in,
@@ -207,9 +208,6 @@ class OpenCheckpoint:
         for pickled in self.pickles.values():
             pickled.close()
 
-
-FilesOf = Callable[[CheckpointIndex], Collection[str]]
-"""Function that chooses the needed files among those that an index names."""
 
 WhenOpen = Callable[[OpenCheckpoint], None]
 """Function that reads other files of a checkpoint; if it raises CheckpointChangedError, everything is opened again."""

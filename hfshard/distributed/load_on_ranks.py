@@ -26,7 +26,7 @@ from hfshard.checkpoint.check_files import check_checksums, check_pickles, retry
 from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.disk.fsops import is_networked
+from hfshard.disk.direct_io import is_networked
 from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads, stored_tensors, with_local
 from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
 from hfshard.distributed.tensor_owners import assign_owners

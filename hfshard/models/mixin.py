@@ -14,9 +14,9 @@ from huggingface_hub import PyTorchModelHubMixin
 
 from hfshard._util.call_ranks import among
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.format.digests import Checksum, Verify
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_kinds import is_pretrained_class, without_mixin
 from hfshard.models.plain_load import build_module, load_plain
 from hfshard.models.plain_save import handle_plain_save, is_overridden, push_plain, reject_other_model, save_plain

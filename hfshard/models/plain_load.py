@@ -20,13 +20,12 @@ from hfshard._util.threads import bound
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
-from hfshard.checkpoint.locate import read_config
+from hfshard.checkpoint.locate import CheckpointQuery, read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.load_on_ranks import load_opened
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_weights_override
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.plain_save import constructor_names
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource, open_source

@@ -13,6 +13,7 @@ from typing import Final
 
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.folder import LocalFolder
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
@@ -27,7 +28,7 @@ from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.directory_hub import hub_named
 from hfshard.hub.download import Fetcher, fetch, is_offline
 from hfshard.hub.own_files import OwnFiles
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
+from hfshard.hub.resolve import ResolvedCheckpoint, companion_files, resolve_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from hfshard._util.addresses import is_store_address, is_store_url, parse_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
-from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path
+from hfshard.checkpoint.locate import CheckpointQuery, directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.commit.hub_marker import has_hub_marker, hub_directory
@@ -24,7 +24,6 @@ from hfshard.errors import (
     InvalidArgumentError,
 )
 from hfshard.format.file_names import WeightNames
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.stores.open_store import open_store
 
 if TYPE_CHECKING:

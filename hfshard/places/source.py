@@ -10,11 +10,10 @@ from typing import TypeVar
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
-from hfshard.checkpoint.locate import weights_bytes
+from hfshard.checkpoint.locate import CheckpointQuery, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import Place, ResolvedSource, explain_missing_directory, place_to_load
 
 _Result = TypeVar("_Result")

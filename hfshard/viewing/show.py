@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard._util.text import parse_size, printable
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_check, place_to_load
 from hfshard.training.run.find_checkpoint import live_problems
 from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint, folder_at, read_manifest

@@ -13,6 +13,7 @@ from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.commit.hub_marker import absolute_repo_id, split_address
 from hfshard.errors import (
     CheckpointNotFoundError,
@@ -24,7 +25,7 @@ from hfshard.errors import (
 )
 from hfshard.format.file_names import WeightNames
 from hfshard.format.parts_of_ranks import describe_parts_in
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
+from hfshard.hub.resolve import ResolvedCheckpoint
 from hfshard.places.place import (
     DirectoryPlace,
     SavePlace,

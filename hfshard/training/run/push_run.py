@@ -28,8 +28,7 @@ from hfshard.errors import (
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
-from hfshard.hub.open_hub import open_hub
-from hfshard.hub.push_files import PushOptions, PushRequest
+from hfshard.hub.push_files import PushOptions, PushRequest, open_hub
 from hfshard.places.place import place_to_push
 from hfshard.training.run.background import Background, ForkSafe
 from hfshard.training.run.find_checkpoint import checkpoint_of_step
