@@ -25,7 +25,7 @@ from hfshard.distributed.load_on_ranks import (
 )
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
-from hfshard.models.model_kinds import is_plain_class
+from hfshard.models.patching import is_plain_class
 from hfshard.places.source import CheckpointSource, open_source_by_ranges, use_checkpoint
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.signing.check_signature import required_signature

@@ -23,9 +23,8 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import DIFFUSERS_BASE, WeightNames
 from hfshard.models.install_settings import Settings
-from hfshard.models.module_weights import save_module
+from hfshard.models.module_weights import save_module, stock_shard_size
 from hfshard.models.patching import Method, upstream
-from hfshard.models.save_arguments import stock_shard_size
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
 from hfshard.tensors.state_dict import collect_state_dict

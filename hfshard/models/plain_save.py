@@ -25,15 +25,16 @@ from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.distributed.push_together import push_together
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
-from hfshard.models.module_weights import is_spread, save_module
-from hfshard.models.push_model import begin_push, merge_tags
-from hfshard.models.save_arguments import (
+from hfshard.models.module_weights import (
     PUSH_ARGUMENTS,
     check_push_arguments,
     check_save_arguments,
+    is_spread,
+    save_module,
     take_repo_id,
     without_defaults,
 )
+from hfshard.models.push_model import begin_push, merge_tags
 from hfshard.places.place import SavePlace, place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 

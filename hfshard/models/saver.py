@@ -20,6 +20,7 @@ from hfshard.distributed.rendezvous import Session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
+from hfshard.models.collect import request_from_pretrained
 from hfshard.models.model_classes import (
     call_with_overrides,
     class_before_fsdp,
@@ -30,19 +31,20 @@ from hfshard.models.model_classes import (
     needs_transformers_saver,
     view_as_alias,
 )
-from hfshard.models.model_kinds import request_from_model
-from hfshard.models.module_weights import abort_peers_on_error, leaves_save, save_here_or_on_ranks
-from hfshard.models.patching import OverrideCall, active_call, upstream
-from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
-from hfshard.models.rank_parts import is_part, is_part_of_push, joins_save, reject_partial_save
-from hfshard.models.save_arguments import (
+from hfshard.models.module_weights import (
     PUSH_ARGUMENTS,
     SAVE_ARGUMENTS,
+    abort_peers_on_error,
     check_push_arguments,
     check_save_arguments,
+    leaves_save,
+    save_here_or_on_ranks,
     take_repo_id,
     without_defaults,
 )
+from hfshard.models.patching import OverrideCall, active_call, upstream
+from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
+from hfshard.models.rank_parts import is_part, is_part_of_push, joins_save, reject_partial_save
 from hfshard.places.place import Place, place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, needs_all_ranks
 from hfshard.tensors.zero3 import reject_partitioned
@@ -219,7 +221,7 @@ def _request(
 ) -> SaveRequest:
     """Build the save request; if that fails on one of several ranks that have parts, the others are notified."""
     with abort_peers_on_error(place, lambda: options.is_collective or is_part(model, state_dict)):
-        return request_from_model(model, state_dict, options)
+        return request_from_pretrained(model, state_dict, options)
 
 
 def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:
@@ -283,7 +285,7 @@ def push_pretrained_model(
             given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
             save = partial(model.save_pretrained, **without_defaults(given))
             return push.send_by_directory(save, options.variant)
-        return push.send(request_from_model(model, None, options))
+        return push.send(request_from_pretrained(model, None, options))
 
 
 def _begin_push(
