@@ -7,8 +7,15 @@ import shutil
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from hfshard._util.addresses import check_slashes, is_store_address, is_store_url, parse_address, suggest_address
-from hfshard._util.arguments import absolute_path, checked_path_text
+from hfshard._util.address_hints import suggest_address
+from hfshard._util.arguments import (
+    absolute_path,
+    check_slashes,
+    checked_path_text,
+    is_store_address,
+    is_store_url,
+    parse_address,
+)
 from hfshard._util.text import without_url_secrets
 from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES
 from hfshard.disk.fsops import (

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from huggingface_hub import create_repo, try_to_load_from_cache
 
-from hfshard._util.addresses import is_meant_as_address
+from hfshard._util.arguments import is_meant_as_address
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint, warn_of_others_files

@@ -8,8 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from hfshard._util.addresses import is_store_address, is_store_url, parse_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path, checked_path_text
+from hfshard._util.arguments import (
+    absolute_path,
+    checked_path_text,
+    is_store_address,
+    is_store_url,
+    parse_address,
+    reject_hub_arguments,
+)
 from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
 from hfshard.checkpoint.locate import CheckpointQuery, directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import verify_directory

@@ -12,7 +12,7 @@ import weakref
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.addresses import parse_address
+from hfshard._util.arguments import parse_address
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.locate import CheckpointQuery, is_weights_name
 from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hfshard._util.text import parse_size
+from hfshard._util.arguments import parse_size
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, MAX_JSON_DEPTH
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError

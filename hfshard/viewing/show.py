@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
-from hfshard._util.text import parse_size, printable
+from hfshard._util.arguments import absolute_path, checked_path_text, parse_size, wraps_os_errors
+from hfshard._util.text import printable
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.verify_report import Problem

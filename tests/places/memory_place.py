@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-from hfshard._util.addresses import reject_hub_arguments
+from hfshard._util.arguments import reject_hub_arguments
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import CheckpointQuery, is_weights_name
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
