@@ -70,7 +70,7 @@ def verify_checkpoint(
         assert report.ok, report.problems
     """
     check_text_arguments(subfolder=subfolder or None)
-    signed_by = SignedBy.of(public_key)
+    signed_by = None if public_key is None else SignedBy.of(public_key)
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     place = place_to_check(path)

@@ -460,6 +460,8 @@ class Session:
         Raises:
             RankFailedError: A rank failed, died, or came to another meeting.
         """
+        if self.is_alone:
+            return {self.rank: value}
         self._meetings += 1
         place = f"meet/{self._meetings}"
         labelled = pack({0: name.encode(), 1: value})
@@ -476,9 +478,8 @@ class Session:
                     rank=rank,
                 )
             values[rank] = said[1]
-        if not self.is_alone:
-            self._watch.reset_suspicion(self.ranks)
-            self._put(f"{place}/all", pack(values))
+        self._watch.reset_suspicion(self.ranks)
+        self._put(f"{place}/all", pack(values))
         return values
 
     def all_of(self, value: _Value) -> list[_Value]:

@@ -303,7 +303,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         from hfshard.models.build import load_with_overrides
         from hfshard.models.transformers_methods import without_mixin
 
-        own["signature"] = required_signature(public_key)
+        own["signature"] = None if public_key is None else required_signature(public_key)
         options = LoadOptions(strict=strict, disable_mmap=kwargs.get("disable_mmap"), **own)
         start = without_mixin(cls)
         with among(process_group):

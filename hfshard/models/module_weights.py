@@ -23,7 +23,7 @@ from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 from hfshard.tensors.state_dict import has_parts, has_spread, reject_sharded_tensors
-from hfshard.tensors.stored_tensor import TensorLike
+from hfshard.tensors.stored_tensor import TensorLike, is_torch_tensor_type
 from hfshard.tensors.zero3 import has_partitioned
 
 
@@ -162,6 +162,8 @@ def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
     Raises:
         InvalidArgumentError: A part is not.
     """
+    if all(map(is_torch_tensor_type, tensors.values())):
+        return dict(tensors)
     if not has_spread(tensors):
         reject_sharded_tensors(tensors)
         return dict(tensors)

@@ -173,7 +173,8 @@ def _split(
     load_options = {name: value for name, value in own.items() if name == "strict" or name not in names}
     rest = dict(kwargs)
     rest |= {name: own[name] for name in own.keys() - load_options.keys() if own[name] != getattr(defaults, name, None)}
-    signature = required_signature(load_options.pop("public_key", None))
+    public_key = load_options.pop("public_key", None)
+    signature = None if public_key is None else required_signature(public_key)
     process_group = load_options.pop("process_group", None)
     options = LoadOptions(**load_options, signature=signature)
     if process_group is not None:

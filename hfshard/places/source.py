@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -84,7 +84,7 @@ def open_source(
     is_hashed = options.verify in ("full", "sha256") and not local.traits.verifies_reads and signed is None
     total = weights_bytes(local.directory, (SAFETENSORS_SUFFIX,)) if is_hashed else 0
     with (
-        byte_progress("Verifying", total, options.progress if total else False) as progress_callback,
+        byte_progress("Verifying", total, options.progress) if total else nullcontext() as progress_callback,
         open_checkpoint(
             local.folder.as_stock() if options.is_lenient else local.folder,
             variant=query.variant,

@@ -19,7 +19,7 @@ from hfshard.format.index import FileDigest
 from hfshard.format.strict_json import is_too_deep
 from hfshard.shards.shard_plan import Packing, check_packing
 from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_sharded_tensors
-from hfshard.tensors.stored_tensor import TensorLike
+from hfshard.tensors.stored_tensor import TensorLike, is_complete_tensor
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.tensors.zero3 import with_partitioned
 
@@ -97,8 +97,9 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
-    reject_sharded_tensors(state_dict)
-    state_dict = with_partitioned(state_dict)
+    if not all(map(is_complete_tensor, state_dict.values())):
+        reject_sharded_tensors(state_dict)
+        state_dict = with_partitioned(state_dict)
     tied_names = find_shared_tensors(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
     return SaveRequest(tensors=stored, options=options, tied_names=tied_names)
@@ -160,7 +161,8 @@ class SaveOptions:
         check_checksum(self.checksum)
         check_packing(self.packing)
         object.__setattr__(self, "names", WeightNames(self.variant, self.base))
-        _check_metadata(self.metadata)
+        if self.metadata:
+            _check_metadata(self.metadata)
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

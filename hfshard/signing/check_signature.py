@@ -386,10 +386,9 @@ def _most_bytes(root: str, signature: str) -> int:
     return max_signature_bytes(len(names), blocks * _BLOCK_BYTES)
 
 
-def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
-    """Return the signature that a load requires when it is given this `public_key`; None: no signature."""
-    by = SignedBy.of(public_key)
-    return None if by is None else RequiredSignature(by)
+def required_signature(public_key: str | os.PathLike[str] | SignedBy) -> RequiredSignature:
+    """Return the signature that a load requires when it is given this `public_key`."""
+    return RequiredSignature(SignedBy.of(public_key))
 
 
 # Differences from the signature, added to the report of a check.

@@ -177,6 +177,14 @@ def is_torch_tensor_type(value: object) -> TypeGuard[torch.Tensor]:
     return type(value) in _PLAIN_TYPES
 
 
+def is_complete_tensor(value: object) -> bool:
+    """Return whether a value is certainly a tensor of which this process has all elements, as most are.
+
+    DeepSpeed marks the tensors that it partitions, and leaves empty ones in their place.
+    """
+    return is_torch_tensor_type(value) and value.numel() > 0 and not hasattr(value, "ds_id")
+
+
 def tensor_nbytes(tensor: TensorLike) -> int:
     """Return the tensor's number of bytes in a file."""
     if isinstance(tensor, RawTensor):

@@ -271,7 +271,7 @@ class CheckpointManager(RunReader):
                 step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.each(lambda: absolute_place(step))
             agree_on_place(ranks, place if isinstance(place, str) else self.root, "restores from")
-            signature = required_signature(public_key)
+            signature = None if public_key is None else required_signature(public_key)
             is_signed = signature is not None
             restored = resume_foreign(
                 state, place, keys=keys, strict=strict, verify=verify, session=ranks, must_be_signed=is_signed
@@ -313,7 +313,7 @@ class CheckpointManager(RunReader):
         """
         with self._restoring("restore_latest", state, without) as (ranks, state):
             agree_on_place(ranks, self.root, "restores from")
-            signature = required_signature(public_key)
+            signature = None if public_key is None else required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
             return resume(state, choose, strict=strict, session=ranks, signature=signature, without=without)
 

@@ -24,8 +24,7 @@ KINDS = frozenset(
 
 # Files that ask -> why.
 ASK = {
-    "_util/addresses.py": "defines the form of an address",
-    "_util/arguments.py": "an address needs no working directory",
+    "_util/arguments.py": "defines the form of an address, which needs no working directory",
     "commit/hub_marker.py": "defines what a hub is, and the form of a repo_id",
     "hub/directory/directory_hub.py": "opens, or creates, the hub that a repo_id names",
     "places/place.py": "has the table",
