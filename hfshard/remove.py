@@ -13,7 +13,7 @@ from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.ranged_folder import RangedFolder
-from hfshard.commit.hub_marker import find_enclosing_hub
+from hfshard.commit.directory_state import find_enclosing_hub
 from hfshard.constants import MARKS
 from hfshard.errors import (
     CheckpointChangedError,

@@ -26,8 +26,12 @@ from hfshard.commit.commit_plan import (
     needs_hard_links,
     plan_commit,
 )
-from hfshard.commit.directory_state import DirectoryState, note_pending_deletes, read_directory_state
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import (
+    DirectoryState,
+    note_pending_deletes,
+    read_directory_state,
+    reject_hub_directory,
+)
 from hfshard.commit.transaction import JobsOf, NamesTakenError, NewCheckpoint, ShardWriter
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, README, SIGNATURE_NAME, STAGING_DIRECTORY
 from hfshard.disk.fsops import (

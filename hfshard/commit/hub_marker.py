@@ -12,11 +12,11 @@ from hfshard._util.arguments import (
     absolute_path,
     check_slashes,
     checked_path_text,
-    is_store_address,
     is_store_url,
     parse_address,
 )
 from hfshard._util.text import without_url_secrets
+from hfshard.commit.directory_state import has_hub_marker
 from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES
 from hfshard.disk.fsops import (
     locked_directory,
@@ -27,7 +27,7 @@ from hfshard.disk.fsops import (
     write_file,
 )
 from hfshard.disk.safe_open import read_small
-from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError, SaveDirectoryError
+from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError
 from hfshard.format.strict_json import dump_json, parse_json_object
 
 STAGING: Final = ".staging"
@@ -117,44 +117,6 @@ def _write_marker_file(root: str) -> None:
         sync_directory(root)
     finally:
         shutil.rmtree(staging, ignore_errors=True)  # if this fails, the first push does it
-
-
-# Directory hubs, into which only a push writes.
-
-
-def has_hub_marker(root: str) -> bool:
-    """Return whether a directory is a hub."""
-    return os.path.isfile(os.path.join(root, HUB_MARKER))
-
-
-def find_enclosing_hub(directory: str) -> str | None:
-    """Find the directory hub that a path is, or is in; links are followed, and the path need not exist."""
-    at = os.path.realpath(directory)
-    while not has_hub_marker(at):
-        above = os.path.dirname(at)
-        if above == at:
-            return None
-        at = above
-    return at
-
-
-def reject_hub_directory(directory: str) -> None:
-    """Reject a save into a directory hub, where only pushes write: it would be part of no commit, or damage one.
-
-    Raises:
-        SaveDirectoryError: The directory is a directory hub, or is in one. A store never is.
-    """
-    if is_store_address(directory):
-        return
-    hub = find_enclosing_hub(directory)
-    if hub is not None:
-        where = "is" if hub == os.path.realpath(directory) else "is in"
-        raise SaveDirectoryError(
-            f"'{directory}' {where} the directory hub '{hub}', which contains commits: a save there would belong to "
-            f"no commit, or damage one. Nothing was written. Save into a directory outside it and run: hfshard push "
-            f"DIR {hub}; or call model.push_to_hub('{hub}').",
-            path=directory,
-        )
 
 
 # Parsing of a repo_id: a repo of the Hugging Face Hub, or a directory.

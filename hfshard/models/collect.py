@@ -18,8 +18,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.strict_json import dump_json
-from hfshard.models.model_classes import architecture_of, empty_custom_object, view_as_alias
-from hfshard.models.rank_parts import build_meta_model, is_pipeline_stage, stored_parts, trace_reverted
+from hfshard.models.model_classes import architecture_of, empty_custom_object, is_pipeline_stage, view_as_alias
+from hfshard.models.rank_parts import build_meta_model, stored_parts, trace_reverted
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
 from hfshard.tensors.state_dict import (
     collect_state_dict,

@@ -17,7 +17,7 @@ from hfshard._util.arguments import is_meant_as_address
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint, warn_of_others_files
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify

@@ -284,3 +284,10 @@ def has_override(model_class: type, method: Method) -> bool:
         if method in vars(base) and not is_mixin:
             return True
     return False
+
+
+def is_pipeline_stage(model: Any) -> bool:
+    """Return whether transformers has reduced the model to the layers of one pipeline stage."""
+    config = getattr(model.config, "distributed_config", None)
+    stage = getattr(model, "_pp_stage", None)
+    return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1

@@ -17,7 +17,7 @@ from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
 from hfshard._util.threads import bound
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file

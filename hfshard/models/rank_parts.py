@@ -22,7 +22,7 @@ from hfshard.distributed.load_on_ranks import current_load, device_of_meshes, me
 from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
-from hfshard.models.model_classes import alias_class, has_adapters, view_as_alias
+from hfshard.models.model_classes import alias_class, has_adapters, is_pipeline_stage, view_as_alias
 from hfshard.models.module_weights import is_spread
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.tensors.parameter_names import strip_compiled
@@ -630,13 +630,6 @@ def reject_partial_save(model: Any) -> None:
             "Load it with from_pretrained(..., distributed_config=...), or merge the adapter before you spread the "
             "model."
         )
-
-
-def is_pipeline_stage(model: Any) -> bool:
-    """Return whether transformers has reduced the model to the layers of one pipeline stage."""
-    config = getattr(model.config, "distributed_config", None)
-    stage = getattr(model, "_pp_stage", None)
-    return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1
 
 
 def build_meta_model(part: PreTrainedModel) -> PreTrainedModel | None:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfshard._util.call_ranks import has_other_ranks
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import push_together
 from hfshard.distributed.rendezvous import Session

@@ -17,7 +17,7 @@ from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import NO_LINKS

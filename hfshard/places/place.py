@@ -20,7 +20,8 @@ from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
 from hfshard.checkpoint.locate import CheckpointQuery, directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
-from hfshard.commit.hub_marker import has_hub_marker, hub_directory
+from hfshard.commit.directory_state import has_hub_marker
+from hfshard.commit.hub_marker import hub_directory
 from hfshard.errors import (
     CheckpointNotFoundError,
     HfshardError,

@@ -18,8 +18,7 @@ from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import config_in
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_compared, is_packed, raw_tensors
-from hfshard.commit.directory_state import weights_override_of
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory, weights_override_of
 from hfshard.constants import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,

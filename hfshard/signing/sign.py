@@ -14,7 +14,7 @@ from hfshard._util.progress import byte_progress
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.commit.hub_marker import find_enclosing_hub
+from hfshard.commit.directory_state import find_enclosing_hub
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
 from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_exists, write_file

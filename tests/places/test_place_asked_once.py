@@ -25,7 +25,8 @@ KINDS = frozenset(
 # Files that ask -> why.
 ASK = {
     "_util/arguments.py": "defines the form of an address, which needs no working directory",
-    "commit/hub_marker.py": "defines what a hub is, and the form of a repo_id",
+    "commit/directory_state.py": "defines what a hub is, where nothing is saved",
+    "commit/hub_marker.py": "creates and checks a hub, and defines the form of a repo_id",
     "hub/directory/directory_hub.py": "opens, or creates, the hub that a repo_id names",
     "places/place.py": "has the table",
     "cli/main.py": "expands `~` in the argument of a command",

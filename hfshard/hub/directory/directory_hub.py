@@ -25,7 +25,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
-from hfshard.commit.hub_marker import check_hub_marker, ensure_hub_marker, has_hub_marker, hub_directory
+from hfshard.commit.directory_state import has_hub_marker
+from hfshard.commit.hub_marker import check_hub_marker, ensure_hub_marker, hub_directory
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.disk.safe_open import read_small

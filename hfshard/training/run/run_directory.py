@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.commit.transaction import JobsOf, KnownFile
 from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
 from hfshard.disk.fsops import (
