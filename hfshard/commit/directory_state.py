@@ -197,6 +197,8 @@ def _find_leftovers(
 
 def _synced_files(names: WeightNames, listing: Collection[str]) -> set[str]:
     """List the files that a save into a store has named, if the directory was synced from there."""
+    if not any(names.is_shard(name) or names.is_stored_index(name) for name in listing):
+        return set()  # a save into a store has always named one of these
     saves = own_saves(listing, names)
     return {name for name in listing if save_in_name(name) in saves}
 

@@ -481,7 +481,7 @@ def _directory_to_save(text: str, argument: str) -> SavePlace:
 
 
 def _directory_to_load(text: str, argument: str) -> Place | None:
-    directory = text if os.path.isdir(text) else hub_directory(text)
+    directory = _named_directory(text)
     if directory is not None:
         return _directory_or_hub(absolute_path(directory, argument))
     above, name = os.path.split(text)
@@ -490,7 +490,11 @@ def _directory_to_load(text: str, argument: str) -> Place | None:
 
 
 def _directory_to_check(text: str, argument: str) -> CheckPlace:
-    return _directory_or_hub(absolute_path(hub_directory(text) or text, argument))
+    return _directory_or_hub(absolute_path(_named_directory(text) or text, argument))
+
+
+def _named_directory(text: str) -> str | None:
+    return text if os.path.isdir(text) else hub_directory(text)
 
 
 def _directory_or_hub(directory: str) -> DirectoryPlace | DirectoryHubPlace:

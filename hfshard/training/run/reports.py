@@ -23,6 +23,7 @@ from hfshard.training.run.manifest import (
     folder_at,
     read_manifest,
 )
+from hfshard.training.run.run_directory import REPLACED
 
 
 def is_checkpoint(place: str) -> bool:
@@ -32,8 +33,10 @@ def is_checkpoint(place: str) -> bool:
 
 def is_run(place: str) -> bool:
     """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
-    is_wanted = may_be_run(place) and not is_checkpoint(place)
-    return is_wanted and any(is_checkpoint(one.path) for one in open_run(place).checkpoints())
+    names = place_to_save(place, "path").folder().folders()
+    if not any(CHECKPOINT.fullmatch(name) or REPLACED.fullmatch(name) for name in names) or is_checkpoint(place):
+        return False
+    return any(is_checkpoint(one.path) for one in open_run(place).checkpoints())
 
 
 def may_be_run(place: str) -> bool:
