@@ -24,7 +24,7 @@ from hfshard.distributed.load_on_ranks import (
     load_opened,
 )
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.models.patching import is_plain_class
 from hfshard.places.source import CheckpointSource, open_source_by_ranges, use_checkpoint
 from hfshard.shards.read_tensors import ReadMode

@@ -12,8 +12,7 @@ from hfshard._util.arguments import check_text_arguments
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify, check_verify_level
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.index import CheckpointIndex, Verify, check_verify_level
 from hfshard.shards.read_tensors import ReadMode, check_read_mode
 from hfshard.tensors.parameter_names import KeySelection, select_keys
 

@@ -50,10 +50,17 @@ from hfshard.errors import (
 )
 from hfshard.foreign.find_foreign import open_foreign
 from hfshard.foreign.foreign_shard import ForeignShard
-from hfshard.format.digests import FULL, Verify, check_verify_level, tensor_hasher
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.header import TensorInfo
-from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
+from hfshard.format.index import (
+    FULL,
+    CheckpointIndex,
+    FileDigest,
+    Verify,
+    check_tied_names,
+    check_verify_level,
+    tensor_hasher,
+)
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.ranged_shard import RangedShard, read_full_tensors
 from hfshard.shards.read_tensors import ReadMode, mode_of, read_from

@@ -50,9 +50,8 @@ from hfshard.disk.fsops import (
 )
 from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_small
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.shards.shard_plan import ShardPlan, with_one_more_shard
 from hfshard.shards.write_shards import WriteJob, writer_threads
 

@@ -17,9 +17,8 @@ from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit.directory_state import find_ownership, weights_override_of
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.format.stored_save import (
     SaveId,
     StoredSave,

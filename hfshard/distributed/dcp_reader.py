@@ -31,7 +31,7 @@ from hfshard.distributed.dcp_chunks import check_held, chunk_box, state_dict_of
 from hfshard.distributed.layout import box_shape, clip_box
 from hfshard.distributed.read_parts import BoxTarget, read_parts, stored_tensors
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDictMismatchError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.places.source import CheckpointSource, open_source
 from hfshard.tensors.state_dict import is_dtensor, local_tensor
 

@@ -31,8 +31,7 @@ from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads, st
 from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
-from hfshard.format.digests import sha256_of
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.index import CheckpointIndex, sha256_of
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource, open_source, use_checkpoint

@@ -10,7 +10,7 @@ from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import IntegrityError, InvalidArgumentError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.hub.download import hasher_for
 from hfshard.hub.http import HubReader
 from hfshard.hub.repo import RepoTree

@@ -20,8 +20,8 @@ from hfshard.checkpoint.open_checkpoint import open_checkpoint, warn_of_others_f
 from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import DIFFUSERS_BASE, WeightNames
+from hfshard.format.index import Verify
 from hfshard.models.install_settings import Settings
 from hfshard.models.module_weights import save_module, stock_shard_size
 from hfshard.models.patching import Method, upstream

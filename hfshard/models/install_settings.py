@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from hfshard._util.threads import ForkSafeLock, bound
-from hfshard.format.digests import Checksum, Verify, check_checksum, check_verify_level
+from hfshard.format.index import Checksum, Verify, check_checksum, check_verify_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from hfshard._util.call_ranks import among
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.format.digests import Checksum, Verify
+from hfshard.format.index import Checksum, Verify
 from hfshard.models.patching import is_pretrained_class
 from hfshard.models.plain_load import build_module, load_plain
 from hfshard.models.plain_save import handle_plain_save, is_overridden, push_plain, reject_other_model, save_plain

@@ -11,9 +11,8 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import without_commit_keys
+from hfshard.format.index import Verify, without_commit_keys
 from hfshard.format.stored_save import objects_of_saves
 from hfshard.hub.push_files import FilesOfPlace, PushContents, detect_variants
 from hfshard.hub.repo import PushResult

@@ -13,9 +13,8 @@ from hfshard._util.arguments import parse_size
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, MAX_JSON_DEPTH
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Checksum, check_checksum, sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.format.index import FileDigest
+from hfshard.format.index import Checksum, FileDigest, check_checksum, sha256_of
 from hfshard.format.strict_json import is_too_deep
 from hfshard.shards.shard_plan import Packing, check_packing
 from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_sharded_tensors

@@ -33,8 +33,8 @@ from hfshard.disk.direct_io import (
 )
 from hfshard.disk.safe_open import NO_FILES_LEFT, Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
-from hfshard.format.digests import HASHERS
 from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
+from hfshard.format.index import HASHERS
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import DTYPE_NAMES, PLAIN_DTYPES, iter_blocks
 

@@ -27,9 +27,8 @@ from hfshard.constants import (
 )
 from hfshard.disk.safe_open import is_users_link, open_regular, read_small
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile

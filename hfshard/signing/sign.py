@@ -20,9 +20,8 @@ from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
 from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_exists, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.index import CheckpointIndex, Verify
 from hfshard.hub.card_drawer import draw_card
 from hfshard.hub.model_card import CARD_PICTURE, merge_card
 from hfshard.hub.push_files import detect_variants

@@ -18,7 +18,7 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import agree_on_repo, push_together, send
 from hfshard.distributed.rendezvous import Session
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.format.digests import Checksum
+from hfshard.format.index import Checksum
 from hfshard.hub.push_files import PushOptions
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions

@@ -14,8 +14,8 @@ from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.distributed.read_parts import read_parts, stored_tensors
 from hfshard.errors import UnstorableTensorError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.index import Verify
 from hfshard.tensors.flat_tensor import FlatTensor
 from hfshard.tensors.state_dict import is_dtensor, is_spread_tensor
 from hfshard.training.run.manifest import CheckpointManifest

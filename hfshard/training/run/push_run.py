@@ -25,9 +25,8 @@ from hfshard.errors import (
     InvalidArgumentError,
     UnsafePathError,
 )
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.format.index import FileDigest
+from hfshard.format.index import FileDigest, sha256_of
 from hfshard.hub.push_files import PushOptions, PushRequest, open_hub
 from hfshard.places.place import place_to_push
 from hfshard.training.run.background import Background, ForkSafe

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.index import Checksum
 from hfshard.format.strict_json import padded_json
 from hfshard.models.module_weights import whole_tensors
 from hfshard.models.patching import is_pretrained

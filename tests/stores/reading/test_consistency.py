@@ -21,7 +21,7 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CheckpointChangedError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.places import store_files, store_mirror
 from hfshard.places.source import CheckpointSource, use_checkpoint
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
