@@ -96,12 +96,22 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
-    if not all(map(is_complete_tensor, state_dict.values())):
-        reject_sharded_tensors(state_dict)
-        state_dict = with_partitioned(state_dict)
+    state_dict = with_parts(state_dict)
     tied_names = find_shared_tensors(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
     return SaveRequest(tensors=stored, options=options, tied_names=tied_names)
+
+
+def with_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict that has this rank's part of each parameter that DeepSpeed has partitioned.
+
+    Raises:
+        UnstorableTensorError: It has a ShardedTensor of FSDP1, or copies of such parameters.
+    """
+    if all(map(is_complete_tensor, tensors.values())):
+        return dict(tensors)
+    reject_sharded_tensors(tensors)
+    return with_partitioned(tensors)
 
 
 def request_from_module(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:

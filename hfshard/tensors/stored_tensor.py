@@ -90,6 +90,9 @@ _OWN_PAGES_BYTES: Final = 128 * 1024
 
 _PLAIN_TYPES: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
+PARTITIONED: Final = "ds_id"
+"""The attribute by which DeepSpeed marks the parameters that it partitions, also while they are complete."""
+
 _LARGEST_ELEMENT: Final = 16
 """Bytes of one complex128."""
 
@@ -182,7 +185,7 @@ def is_complete_tensor(value: object) -> bool:
 
     DeepSpeed marks the tensors that it partitions, and leaves empty ones in their place.
     """
-    return is_torch_tensor_type(value) and value.numel() > 0 and not hasattr(value, "ds_id")
+    return is_torch_tensor_type(value) and value.numel() > 0 and not hasattr(value, PARTITIONED)
 
 
 def tensor_nbytes(tensor: TensorLike) -> int:
