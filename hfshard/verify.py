@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from hfshard._util.arguments import check_text_arguments, wraps_os_errors
+from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import CheckpointQuery, adapter_weights
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
@@ -75,19 +76,22 @@ def verify_checkpoint(
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     place = place_to_check(path)
     query = CheckpointQuery(variant=variant, subfolder=subfolder)
-    root = _folder_of_run(place, subfolder) if variant is None else None
-    if root is not None and is_checkpoint(root):
-        return _verify_step(place, root, subfolder, level, signed_by, progress)
-    if root is not None and is_run(root):
-        return _verify_run(place, root, subfolder, level, signed_by, progress)
+    folder = _folder_of_run(place, subfolder) if variant is None else None
+    if folder is not None:
+        root = f"{place.address}/{subfolder}".rstrip("/") or "/"
+        if is_checkpoint(folder):
+            return _verify_step(place, root, subfolder, level, signed_by, progress)
+        if is_run(folder):
+            return _verify_run(place, root, subfolder, level, signed_by, progress)
     return _verify_signed(place, query, level, signed_by, progress)
 
 
-def _folder_of_run(place: CheckPlace, subfolder: str) -> str | None:
-    """Return the path or address that may have training checkpoints; None for a file, a hub, or a missing one."""
-    if place.is_read_from_disk and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
+def _folder_of_run(place: CheckPlace, subfolder: str) -> Folder | None:
+    """Return the folder that may have training checkpoints; None for a file, a hub, or a missing one."""
+    if place.is_for_hfshard_only and place.is_read_from_disk:
         return None
-    return f"{place.address}/{subfolder}".rstrip("/") or "/"
+    folder = place.folder(subfolder)
+    return folder.entered(WeightNames()) if not place.is_read_from_disk or folder.exists() else None
 
 
 def _verify_run(

@@ -194,7 +194,7 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
     at = place_to_load(place)
     if at.is_read_from_disk and not os.path.isdir(os.path.expanduser(checked_path_text(place))):
         return None
-    return at.address if is_run(at.address) else None
+    return at.address if is_run(folder_at(at.address)) else None
 
 
 def page_of_run(

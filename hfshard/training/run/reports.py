@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from hfshard._util.progress import byte_progress
+from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
@@ -26,17 +27,17 @@ from hfshard.training.run.manifest import (
 from hfshard.training.run.run_directory import REPLACED
 
 
-def is_checkpoint(place: str) -> bool:
-    """Return whether a directory or an address is, or was, that of a training checkpoint."""
-    return folder_at(place).has_any((MANIFEST, TRAINING_STATE))
+def is_checkpoint(folder: Folder) -> bool:
+    """Return whether a folder, as `folder_at` returns it, is, or was, that of a training checkpoint."""
+    return folder.has_any((MANIFEST, TRAINING_STATE))
 
 
-def is_run(place: str) -> bool:
-    """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
-    names = place_to_save(place, "path").folder().folders()
-    if not any(CHECKPOINT.fullmatch(name) or REPLACED.fullmatch(name) for name in names) or is_checkpoint(place):
+def is_run(folder: Folder) -> bool:
+    """Return whether a folder is that of a run with a training checkpoint, not of a checkpoint."""
+    names = folder.folders()
+    if not any(CHECKPOINT.fullmatch(name) or REPLACED.fullmatch(name) for name in names) or is_checkpoint(folder):
         return False
-    return any(is_checkpoint(one.path) for one in open_run(place).checkpoints())
+    return any(is_checkpoint(one.folder()) for one in open_run(folder.path).checkpoints())
 
 
 def may_be_run(place: str) -> bool:
