@@ -76,12 +76,12 @@ def verify_checkpoint(
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     place = place_to_check(path)
     query = CheckpointQuery(variant=variant, subfolder=subfolder)
-    folder = _folder_of_run(place, subfolder) if variant is None else None
-    if folder is not None:
+    run = _folder_of_run(place, subfolder) if variant is None else None
+    if run is not None:
         root = f"{place.address}/{subfolder}".rstrip("/") or "/"
-        if is_checkpoint(folder):
+        if is_checkpoint(run):
             return _verify_step(place, root, subfolder, level, signed_by, progress)
-        if is_run(folder):
+        if is_run(run):
             return _verify_run(place, root, subfolder, level, signed_by, progress)
     return _verify_signed(place, query, level, signed_by, progress)
 

@@ -71,7 +71,7 @@ def _is_unicode(text: str) -> bool:
 # Users' paths: checked, with "~" as the home directory, and made absolute at the beginning of a call.
 
 
-_FILE_SCHEME: Final = "file://"
+FILE_SCHEME: Final = "file://"
 
 
 def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
@@ -95,9 +95,9 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
     text = checked_path_text(path, argument)
     if is_store_address(text):
         return str(parse_address(text, argument))
-    if text.lower().startswith(_FILE_SCHEME):
+    if text.lower().startswith(FILE_SCHEME):
         raise InvalidPathError(
-            f"{argument}={text!r} is a file URL. Write the path alone: {text[len(_FILE_SCHEME) :]!r}.", path=text
+            f"{argument}={text!r} is a file URL. Write the path alone: {text[len(FILE_SCHEME) :]!r}.", path=text
         )
     text = os.path.expanduser(text)
     if not os.path.isabs(text):

@@ -21,7 +21,6 @@ from hfshard.checkpoint.locate import CheckpointQuery, directory_not_found, is_w
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.commit.directory_state import has_hub_marker
-from hfshard.commit.hub_marker import hub_directory
 from hfshard.errors import (
     CheckpointNotFoundError,
     HfshardError,
@@ -31,6 +30,7 @@ from hfshard.errors import (
     InvalidArgumentError,
 )
 from hfshard.format.file_names import WeightNames
+from hfshard.hub.directory.directory_hub import DirectoryHub, hub_directory
 from hfshard.stores.open_store import open_store
 
 if TYPE_CHECKING:
@@ -357,8 +357,6 @@ class DirectoryHubPlace(HubPlace):
 
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource:
         """Find the checkpoint in the snapshot of a commit."""
-        from hfshard.hub.directory.directory_hub import DirectoryHub
-
         path = DirectoryHub.open(self.address).snapshot(query.revision)
         directory = _joined(path, query.subfolder)
         return ResolvedSource(directory, path, LocalFolder(directory))

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.call_ranks import among, check_process_group, has_other_ranks
-from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import agree_on_repo, push_together, send
 from hfshard.distributed.rendezvous import Session
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.index import Checksum
+from hfshard.hub.directory.directory_hub import absolute_repo_id
 from hfshard.hub.push_files import PushOptions
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions

@@ -14,7 +14,6 @@ from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.checkpoint.locate import CheckpointQuery
-from hfshard.commit.hub_marker import absolute_repo_id, split_address
 from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -25,6 +24,7 @@ from hfshard.errors import (
 )
 from hfshard.format.file_names import WeightNames
 from hfshard.format.parts_of_ranks import describe_parts_in
+from hfshard.hub.directory.directory_hub import absolute_repo_id, split_address
 from hfshard.hub.resolve import ResolvedCheckpoint
 from hfshard.places.place import (
     DirectoryPlace,
