@@ -64,7 +64,7 @@ def calls(root: Path) -> dict[str, Callable[[str], object]]:
         ("load_state_dict", 20),
         ("from_pretrained", 30),
         ("save_pretrained", 30),
-        ("push_to_hub", 41),
+        ("push_to_hub", 40),
         ("verify_checkpoint", 19),
     ],
 )
