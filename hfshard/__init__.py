@@ -76,7 +76,7 @@ _HOMES = {
     "install": "models.install",
     "load_model": "load",
     "load_state_dict": "load",
-    "parse_size": "_util.text",
+    "parse_size": "_util.arguments",
     "plan_shards": "shards.shard_plan",
     "pull_checkpoint": "pull",
     "push_checkpoint": "push",
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from hfshard import hub as hub
     from hfshard import signing as signing
     from hfshard import training as training
-    from hfshard._util.text import parse_size as parse_size
+    from hfshard._util.arguments import parse_size as parse_size
     from hfshard.checkpoint.verify_report import Problem as Problem
     from hfshard.checkpoint.verify_report import VerifyReport as VerifyReport
     from hfshard.errors import HfshardError as HfshardError

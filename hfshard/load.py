@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.arguments import checked_path_text, reject_unknown_arguments, wraps_os_errors
-from hfshard._util.call_ranks import among
+from hfshard._util.call_ranks import among, check_process_group
 from hfshard.checkpoint.load_options import LoadOptions, checked_device, files_with_keys, read_tensors
-from hfshard.checkpoint.open_checkpoint import FilesOf
+from hfshard.checkpoint.locate import CheckpointQuery, FilesOf
 from hfshard.distributed.load_on_ranks import (
     check_like,
     files_of_names,
@@ -24,9 +24,8 @@ from hfshard.distributed.load_on_ranks import (
     load_opened,
 )
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify
-from hfshard.hub.resolve import CheckpointQuery
-from hfshard.models.model_kinds import is_plain_class
+from hfshard.format.index import Verify
+from hfshard.models.patching import is_plain_class
 from hfshard.places.source import CheckpointSource, open_source_by_ranges, use_checkpoint
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.signing.check_signature import required_signature
@@ -126,7 +125,7 @@ def load_state_dict(
             raise InvalidArgumentError("Cannot combine like= with keys= or ranges=True: it selects what is loaded.")
     if ranges and key is not None:
         raise InvalidArgumentError("Cannot combine key= with ranges=True: key= is for one file of torch.save.")
-    signature = required_signature(public_key)
+    signature = None if public_key is None else required_signature(public_key)
     if ranges and signature is not None:
         raise InvalidArgumentError("Cannot combine public_key with ranges=True: a signature covers complete files.")
     query = CheckpointQuery(
@@ -144,9 +143,11 @@ def load_state_dict(
         verify=verify, read=read, disable_mmap=disable_mmap, progress=progress, key=key, signature=signature
     )
     source = CheckpointSource(checked_path_text(path), query, takes_files=True)
-    with among(process_group):
-        if like is not None:
+    if like is not None:
+        with among(process_group):
             return load_like(source, like, device, options)
+    if process_group is not None:
+        check_process_group(process_group)
     local = source.find_local() if ranges and not local_files_only else None
     if ranges and not local_files_only and local is None:
         with open_source_by_ranges(source, options) as checkpoint:
@@ -226,7 +227,7 @@ def load_model(
             "process_group": process_group,
         }
         return model.from_pretrained(path, *model_args, **given, **kwargs)
-    signature = required_signature(public_key)
+    signature = None if public_key is None else required_signature(public_key)
     if not isinstance(model, nn.Module):
         from hfshard.models.build import load_class
 

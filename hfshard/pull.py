@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 
 from hfshard._util.arguments import wraps_os_errors
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.format.index import Verify
 from hfshard.places.fetch import fetch_or_export
 from hfshard.places.place import DirectoryPlace, place_to_push, place_to_save
 from hfshard.saving.copy_checkpoint import copy_checkpoint, listed

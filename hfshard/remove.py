@@ -13,7 +13,7 @@ from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.ranged_folder import RangedFolder
-from hfshard.commit.hub_marker import find_enclosing_hub
+from hfshard.commit.directory_state import find_enclosing_hub
 from hfshard.constants import MARKS
 from hfshard.errors import (
     CheckpointChangedError,
@@ -32,7 +32,7 @@ from hfshard.removal.removal_plan import Removal, RemovalReport, joined
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, is_checkpoint, is_run, open_run
-from hfshard.training.run.manifest import CHECKPOINT
+from hfshard.training.run.manifest import CHECKPOINT, folder_at
 
 _REPO_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """A possible name of a repo, as opposed to a directory."""
@@ -207,7 +207,7 @@ def _check_directory(directory: str, given: str) -> None:
 
 
 def _checkpoint_on_disk(directory: str, names: WeightNames) -> Removal:
-    if names.variant is None and is_checkpoint(directory):
+    if names.variant is None and is_checkpoint(folder_at(directory)):
         return remove_from_run(directory)
     try:
         return remove_from_directory(directory, names)
@@ -223,7 +223,7 @@ def _leftovers_on_disk(directory: str, names: WeightNames) -> Removal:
 
 def _checkpoint_in_store(address: str, names: WeightNames, *, unfinished: bool) -> Removal:
     store = open_store(address)
-    if names.variant is None and (is_checkpoint(address) or _is_folder_of_run(store)):
+    if names.variant is None and (is_checkpoint(folder_at(address)) or _is_folder_of_run(store)):
         return remove_from_stored_run(store, unfinished=unfinished)
     try:
         return remove_from_store(store, names, unfinished=unfinished)
@@ -234,7 +234,7 @@ def _checkpoint_in_store(address: str, names: WeightNames, *, unfinished: bool) 
 
 def _leftovers_in_store(address: str, names: WeightNames, *, unfinished: bool) -> Removal:
     store = open_store(address)
-    if _is_folder_of_run(store) or (names.variant is None and is_checkpoint(address)):
+    if _is_folder_of_run(store) or (names.variant is None and is_checkpoint(folder_at(address))):
         raise InvalidArgumentError(
             f"'{address}' is a checkpoint of a run. Pass the address of the run: its folders are checked together.",
             path=address,
@@ -259,7 +259,7 @@ def _reject_run(place: str) -> None:
     Raises:
         InvalidArgumentError: It is one.
     """
-    if is_run(place):
+    if is_run(folder_at(place)):
         steps = [str(one.step) for one in open_run(place).checkpoints()]
         raise InvalidArgumentError(
             f"'{place}' is a run. Choose one of its checkpoints by step ({shorten_list(steps, _SHOWN)}), as in: "

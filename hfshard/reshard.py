@@ -7,10 +7,9 @@ import os
 import torch
 
 from hfshard._util.arguments import checked_path_text, wraps_os_errors
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.format.digests import Checksum
-from hfshard.format.index import CheckpointIndex
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.format.index import CheckpointIndex, Checksum
 from hfshard.places.place import place_to_save
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source

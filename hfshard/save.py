@@ -14,10 +14,9 @@ from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.call_ranks import among
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Checksum
-from hfshard.format.index import CheckpointIndex
-from hfshard.models.model_kinds import is_pretrained
+from hfshard.format.index import CheckpointIndex, Checksum
 from hfshard.models.module_weights import abort_peers_on_error, save_here_or_on_ranks, save_module
+from hfshard.models.patching import is_pretrained
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from hfshard.shards.shard_plan import Packing

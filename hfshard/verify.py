@@ -8,12 +8,12 @@ from contextlib import suppress
 from functools import partial
 
 from hfshard._util.arguments import check_text_arguments, wraps_os_errors
-from hfshard.checkpoint.locate import adapter_weights
+from hfshard.checkpoint.folder import Folder
+from hfshard.checkpoint.locate import CheckpointQuery, adapter_weights
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import CheckPlace, place_to_check
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature
@@ -70,24 +70,27 @@ def verify_checkpoint(
         assert report.ok, report.problems
     """
     check_text_arguments(subfolder=subfolder or None)
-    signed_by = SignedBy.of(public_key)
+    signed_by = None if public_key is None else SignedBy.of(public_key)
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     place = place_to_check(path)
     query = CheckpointQuery(variant=variant, subfolder=subfolder)
-    root = _folder_of_run(place, subfolder) if variant is None else None
-    if root is not None and is_checkpoint(root):
-        return _verify_step(place, root, subfolder, level, signed_by, progress)
-    if root is not None and is_run(root):
-        return _verify_run(place, root, subfolder, level, signed_by, progress)
+    run = _folder_of_run(place, subfolder) if variant is None else None
+    if run is not None:
+        root = f"{place.address}/{subfolder}".rstrip("/") or "/"
+        if is_checkpoint(run):
+            return _verify_step(place, root, subfolder, level, signed_by, progress)
+        if is_run(run):
+            return _verify_run(place, root, subfolder, level, signed_by, progress)
     return _verify_signed(place, query, level, signed_by, progress)
 
 
-def _folder_of_run(place: CheckPlace, subfolder: str) -> str | None:
-    """Return the path or address that may have training checkpoints; None for a file, a hub, or a missing one."""
-    if place.is_read_from_disk and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
+def _folder_of_run(place: CheckPlace, subfolder: str) -> Folder | None:
+    """Return the folder that may have training checkpoints; None for a file, a hub, or a missing one."""
+    if place.is_for_hfshard_only and place.is_read_from_disk:
         return None
-    return f"{place.address}/{subfolder}".rstrip("/") or "/"
+    folder = place.folder(subfolder)
+    return folder.entered(WeightNames()) if not place.is_read_from_disk or folder.exists() else None
 
 
 def _verify_run(

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from hfshard._util.context import bound
+from hfshard._util.threads import bound
 from hfshard.errors import InvalidArgumentError
 
 _Value = TypeVar("_Value")

@@ -1,4 +1,4 @@
-"""Text and sizes for messages, and sizes as people write them, such as "5GB" and "5GiB"."""
+"""Text and sizes for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Final
 
-from hfshard.errors import InvalidSizeError, InvalidSizeTypeError, escaped
+from hfshard.errors import escaped
 
 _USER: Final = re.compile(
     r"(?:(?<=://)|(?<=\w\w:/))(?:[^\s/?#\"'<>]*@|[^\s/?#\"'<>@:]+:(?!\d+[/?#])[^\s?#\"'<>]*@)"
@@ -86,83 +86,6 @@ def describe_error(error: BaseException) -> str:
     """
     words = str(error)
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
-
-
-# Sizes as people write them, such as "5GB" and "5GiB": conversion to bytes and back.
-
-
-_UNIT_BYTES: Final = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "PB": 10**15,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "PIB": 2**50,
-}
-"""Upper-case unit -> bytes. A lower-case b is a byte too: files are not measured in bits."""
-
-_SIZE: Final = re.compile(r"([0-9]+)(?:\.([0-9]+))?[ \t]*([KMGTP]?B|[KMGTP]IB)", re.IGNORECASE | re.ASCII)
-
-_MAX_TEXT: Final = 64
-"""The most characters of a size; Python refuses to convert more than 4,300 digits."""
-
-_GRAMMAR: Final = (
-    "A size is a positive int (in bytes), or digits with an optional fraction and a unit: "
-    "B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB (powers of 1024), "
-    'for example "5GB" or "1.5 GiB".'
-)
-
-
-def parse_size(size: int | str) -> int:
-    """Convert a size to bytes.
-
-    Args:
-        size: Bytes, or digits with an optional fraction, optional blanks and a unit: B, KB, MB, GB, TB, PB (powers of
-            1000), KiB, MiB, GiB, TiB, PiB (powers of 1024), in upper or lower case: `"5GB"`, `"5 gib"`, `"1.5GB"`.
-
-    Returns:
-        Bytes, at least 1; a fraction of a byte is cut off.
-
-    Raises:
-        InvalidSizeError: A value that is zero, negative, or not in the grammar (a `ValueError`).
-        InvalidSizeTypeError: Neither an int nor a str; a bool counts as neither (a `TypeError`).
-
-    Example:
-        assert hfshard.parse_size("1.5 GiB") == 1_610_612_736
-    """
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise InvalidSizeTypeError(
-            f"Invalid size {_shown(size)} of type {type(size).__name__}. {_GRAMMAR}",
-            expected="int or str",
-            actual=size,
-        )
-    size_bytes = int(size) if isinstance(size, int) else _text_to_bytes(size)
-    if size_bytes <= 0:
-        raise InvalidSizeError(f"Invalid size {_shown(size)}: it must be at least one byte. {_GRAMMAR}", actual=size)
-    return size_bytes
-
-
-def _text_to_bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text) if len(text) <= _MAX_TEXT else None
-    if match is None:
-        raise InvalidSizeError(f"Invalid size {_shown(text)}. {_GRAMMAR}", actual=text)
-    whole, fraction, unit = match.groups(default="")
-    # In integers: through a float, "2.01 GB" would be 2,009,999,999 bytes.
-    scale: int = 10 ** len(fraction)
-    return int(whole + fraction) * _UNIT_BYTES[unit.upper()] // scale
-
-
-def _shown(value: object) -> str:
-    try:
-        shown = repr(value)
-    except ValueError:  # an int of more digits than Python prints
-        shown = f"<{type(value).__name__}>"
-    return shown if len(shown) <= _MAX_TEXT else f"{shown[:_MAX_TEXT]}…"
 
 
 def format_size(size_bytes: int) -> str:

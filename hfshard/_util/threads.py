@@ -1,4 +1,4 @@
-"""Threads that end early together and run in the caller's torch modes; delayed Ctrl-C and garbage collection.
+"""Threads that end early together, in the caller's torch modes; their variables; delayed Ctrl-C and garbage collection.
 
 If no thread can be started, the calling thread does the work: while Python exits, thread pools accept no work (in
 `atexit`) and since 3.12 no thread starts, and the system has a limit. So this module has no `ThreadPoolExecutor`.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
@@ -29,6 +30,7 @@ _of_thread = threading.local()
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 
 
 def cancellable(progress_callback: Callable[[int], object] | None, cancelled: threading.Event) -> Callable[[int], None]:
@@ -421,3 +423,16 @@ def delay_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
         if interrupts and callable(before):
             before(signal.SIGINT, interrupts[0])
+
+
+# Context variables: another value in this thread until a block ends.
+
+
+@contextmanager
+def bound(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Give a variable a value in this thread until the block ends."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -23,9 +23,15 @@ from hfshard.errors import (
     UnsafePathError,
     repair_hint,
 )
-from hfshard.format.digests import FULL, sha256_of
 from hfshard.format.file_names import INDEX_FILE
-from hfshard.format.index import CheckpointIndex, FileDigest, without_commit_keys, without_commit_marker
+from hfshard.format.index import (
+    FULL,
+    CheckpointIndex,
+    FileDigest,
+    sha256_of,
+    without_commit_keys,
+    without_commit_marker,
+)
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile

@@ -12,8 +12,7 @@ from hfshard._util.arguments import check_text_arguments
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify, check_verify_level
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.index import CheckpointIndex, Verify, check_verify_level
 from hfshard.shards.read_tensors import ReadMode, check_read_mode
 from hfshard.tensors.parameter_names import KeySelection, select_keys
 
@@ -116,7 +115,7 @@ def files_with_keys(index: CheckpointIndex, keys: KeySelection) -> set[str]:
     return {index.weight_map[name] for name in stored_names(index, keys)}
 
 
-def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
+def stored_names(index: CheckpointIndex, keys: KeySelection) -> set[str]:
     """Find the stored names of these tensors: their own, or the names that they are tied to."""
     selected = select_keys([*index.weight_map, *index.tied_names], keys)
     return {index.tied_names.get(name, name) for name in selected}
@@ -134,7 +133,8 @@ def read_tensors(
         read: Method of reading bytes into memory.
     """
     tied_names = checkpoint.index.tied_names
-    selected = select_keys([*checkpoint.keys, *tied_names], keys)
+    names = [*checkpoint.keys, *tied_names]
+    selected = names if keys is None else select_keys(names, keys)
     stored = {tied_names.get(name, name) for name in selected}
     tensors = checkpoint.read([name for name in checkpoint.keys if name in stored], read, device)
     return {name: tensors[tied_names.get(name, name)] for name in selected}

@@ -1,13 +1,14 @@
-"""Find the entry of a checkpoint, as transformers does, and notice when it is replaced."""
+"""Say which checkpoint is wanted, find its entry as transformers does, and notice when it is replaced."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from hfshard._util.arguments import check_text_arguments
 from hfshard._util.text import nearest_first, shorten_list
 from hfshard.checkpoint.folder import Folder, LocalFolder, as_folder
 from hfshard.constants import (
@@ -25,6 +26,7 @@ from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
 from hfshard.foreign.find_foreign import find_foreign
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
+from hfshard.format.index import CheckpointIndex
 from hfshard.format.parts_of_ranks import describe_parts, describe_parts_in
 from hfshard.format.strict_json import PassOver, parse_json_object
 
@@ -41,6 +43,70 @@ WeightsKind = Literal["single", "index", "bin", "bin_index", "foreign"]
 
 _PICKLE_SUFFIXES: Final = (BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".tar")
 """Suffixes of torch.save files; many programs write ".pth.tar", although the files are not tars."""
+
+
+FilesOf = Callable[[CheckpointIndex], Collection[str]]
+"""Function that chooses the needed files among those that an index names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointQuery:
+    """Request for a checkpoint: which one, how much of it, and how to fetch it.
+
+    Raises:
+        InvalidArgumentError: The variant can't be part of a file name; the subfolder or the revision is not text.
+    """
+
+    variant: str | None = None
+    """As in transformers' `from_pretrained`, like the next seven fields."""
+    use_safetensors: bool | None = None
+    """None: safetensors before pickles; True: only them; False: only pickles."""
+    subfolder: str = ""
+    revision: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    cache_dir: str | os.PathLike[str] | None = None
+    local_files_only: bool = False
+    force_download: bool = False
+    files_of: FilesOf | None = None
+    """Selects the files that are needed, of those that an index names; None: all."""
+    needs_code: bool = False
+    """Whether the repo's code may be run, so that it is downloaded too."""
+    accepts_adapter: bool = False
+    """Whether an adapter is wanted too, alone or next to a model."""
+    opens_adapter: bool = False
+    """Whether the weights of an adapter are opened if there is no model."""
+    needs_companions: bool = False
+    """Whether the companion files are downloaded too: tokenizer, README."""
+    takes_oddities: bool = False
+    """Whether to fetch what transformers loads even if it is not valid; that shows when it is opened."""
+    needs_signature: bool = False
+    """Whether the signature is downloaded too, and the files it covers that a load may read as well as the weights."""
+    allow_patterns: list[str] | None = None
+    """Globs of paths: companion files to pull."""
+    ignore_patterns: list[str] | None = None
+    """Globs of paths: companion files to leave out."""
+
+    def __post_init__(self) -> None:
+        """Check the texts."""
+        WeightNames(self.variant)
+        check_text_arguments(subfolder=self.subfolder or None, revision=self.revision or None)
+        object.__setattr__(self, "revision", self.revision or None)
+
+    def check_subfolder(self) -> None:
+        """Check that the subfolder is a valid path in a repo, before any request to a hub.
+
+        Raises:
+            InvalidArgumentError: It is not.
+        """
+        folder = self.subfolder.strip("/")
+        if folder and any(part in ("", ".", "..") for part in folder.split("/")):
+            raise InvalidArgumentError(
+                f"subfolder must be a folder of the repo, such as 'unet' or 'a/b', got {self.subfolder!r}."
+            )
+
+    def path(self, name: str) -> str:
+        """Return a file's path in the repo."""
+        return f"{self.subfolder.strip('/')}/{name}" if self.subfolder.strip("/") else name
 
 
 @dataclass(frozen=True, slots=True)

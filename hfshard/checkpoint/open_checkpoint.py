@@ -31,6 +31,7 @@ from hfshard.checkpoint.check_files import (
 )
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import (
+    FilesOf,
     WeightsEntry,
     checked_weights_override,
     config_in,
@@ -50,10 +51,17 @@ from hfshard.errors import (
 )
 from hfshard.foreign.find_foreign import open_foreign
 from hfshard.foreign.foreign_shard import ForeignShard
-from hfshard.format.digests import FULL, Verify, check_verify_level, tensor_hasher
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.header import TensorInfo
-from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
+from hfshard.format.index import (
+    FULL,
+    CheckpointIndex,
+    FileDigest,
+    Verify,
+    check_tied_names,
+    check_verify_level,
+    tensor_hasher,
+)
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.ranged_shard import RangedShard, read_full_tensors
 from hfshard.shards.read_tensors import ReadMode, mode_of, read_from
@@ -208,9 +216,6 @@ class OpenCheckpoint:
         for pickled in self.pickles.values():
             pickled.close()
 
-
-FilesOf = Callable[[CheckpointIndex], Collection[str]]
-"""Function that chooses the needed files among those that an index names."""
 
 WhenOpen = Callable[[OpenCheckpoint], None]
 """Function that reads other files of a checkpoint; if it raises CheckpointChangedError, everything is opened again."""

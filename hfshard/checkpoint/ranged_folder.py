@@ -30,9 +30,8 @@ from hfshard.errors import (
     UnsafePathError,
     repair_hint,
 )
-from hfshard.format.digests import md5_of, sha256_of
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, mark_of, without_commit_marker
+from hfshard.format.index import CheckpointIndex, mark_of, md5_of, sha256_of, without_commit_marker
 from hfshard.format.stored_save import (
     MAX_SAVE_BYTES,
     SaveId,

@@ -113,7 +113,7 @@ def verify_directory(
         with byte_progress("Verifying", total, progress if total else False) as progress_callback:
             verifier.run(progress_callback)
         report = verifier.report()
-        if not report.ok and not folder.is_current():
+        if report.problems and not folder.is_current():
             raise ReplacedMeanwhile
         return report
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from hfshard._util.addresses import check_slashes, is_store_address
+from hfshard._util.arguments import check_slashes, is_store_address
 from hfshard._util.text import did_you_mean, printable, without_url_secrets
 from hfshard.cli import check_commands, diff_command, hub_commands, rewrite_commands, run_command
 from hfshard.cli.output import (

@@ -122,7 +122,7 @@ def _convert_weights(arguments: argparse.Namespace) -> int:
 
 
 def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
-    from hfshard.hub.resolve import CheckpointQuery
+    from hfshard.checkpoint.locate import CheckpointQuery
     from hfshard.places.place import place_to_save
     from hfshard.places.source import CheckpointSource
     from hfshard.saving.resharding import reshard_source
@@ -158,9 +158,8 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
 
 def _has_safetensors(arguments: argparse.Namespace) -> bool:
     """Return whether a directory or a store has weights that need no conversion; False for a repo of the Hub."""
-    from hfshard.checkpoint.locate import locate_checkpoint
+    from hfshard.checkpoint.locate import CheckpointQuery, locate_checkpoint
     from hfshard.format.file_names import WeightNames
-    from hfshard.hub.resolve import CheckpointQuery
     from hfshard.places.source import CheckpointSource
 
     try:

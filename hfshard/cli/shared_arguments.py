@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, Final
 
-from hfshard._util.text import parse_size
+from hfshard._util.arguments import parse_size
 
 # The commands of `hfshard` in groups, and the help that lists them.
 

@@ -23,8 +23,7 @@ from typing import Final, Literal
 
 from hfshard.commit.directory_state import DirectoryState, weights_override_of
 from hfshard.constants import CONFIG_NAME
-from hfshard.format.digests import sha256_of
-from hfshard.format.index import CheckpointIndex, with_weights_override, without_weights_override
+from hfshard.format.index import CheckpointIndex, sha256_of, with_weights_override, without_weights_override
 
 
 def plan_commit(old: DirectoryState, new: StagedCheckpoint, plan: CommitPlan | None = None) -> CommitPlan:

@@ -26,8 +26,12 @@ from hfshard.commit.commit_plan import (
     needs_hard_links,
     plan_commit,
 )
-from hfshard.commit.directory_state import DirectoryState, note_pending_deletes, read_directory_state
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import (
+    DirectoryState,
+    note_pending_deletes,
+    read_directory_state,
+    reject_hub_directory,
+)
 from hfshard.commit.transaction import JobsOf, NamesTakenError, NewCheckpoint, ShardWriter
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, README, SIGNATURE_NAME, STAGING_DIRECTORY
 from hfshard.disk.fsops import (
@@ -46,9 +50,8 @@ from hfshard.disk.fsops import (
 )
 from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_small
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.shards.shard_plan import ShardPlan, with_one_more_shard
 from hfshard.shards.write_shards import WriteJob, writer_threads
 

@@ -1,4 +1,4 @@
-"""The state of a save directory before a commit: the checkpoint to protect, its files, leftovers of killed saves."""
+"""The state of a save directory before a commit: a checkpoint to protect, its files, leftovers; or a hub, to reject."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, STAGING_DIRECTORY, WEIGHTS_OVERRIDE_KEY
+from hfshard._util.arguments import is_store_address
+from hfshard.constants import (
+    CONFIG_NAME,
+    HUB_MARKER,
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    STAGING_DIRECTORY,
+    WEIGHTS_OVERRIDE_KEY,
+)
 from hfshard.disk.fsops import sync_directory, write_file
 from hfshard.disk.safe_open import read_small
-from hfshard.errors import HfshardError, MissingShardError
+from hfshard.errors import HfshardError, MissingShardError, SaveDirectoryError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import own_saves, save_in_name
@@ -193,6 +201,8 @@ def _find_leftovers(
 
 def _synced_files(names: WeightNames, listing: Collection[str]) -> set[str]:
     """List the files that a save into a store has named, if the directory was synced from there."""
+    if not any(names.is_shard(name) or names.is_stored_index(name) for name in listing):
+        return set()  # a save into a store has always named one of these
     saves = own_saves(listing, names)
     return {name for name in listing if save_in_name(name) in saves}
 
@@ -346,3 +356,41 @@ def _fingerprint(directory: str, name: str) -> str | None:
         return shard.fingerprint()
     finally:
         shard.close()
+
+
+# Directory hubs, into which only a push writes.
+
+
+def has_hub_marker(root: str) -> bool:
+    """Return whether a directory is a hub."""
+    return os.path.isfile(os.path.join(root, HUB_MARKER))
+
+
+def find_enclosing_hub(directory: str) -> str | None:
+    """Find the directory hub that a path is, or is in; links are followed, and the path need not exist."""
+    at = os.path.realpath(directory)
+    while not has_hub_marker(at):
+        above = os.path.dirname(at)
+        if above == at:
+            return None
+        at = above
+    return at
+
+
+def reject_hub_directory(directory: str) -> None:
+    """Reject a save into a directory hub, where only pushes write: it would be part of no commit, or damage one.
+
+    Raises:
+        SaveDirectoryError: The directory is a directory hub, or is in one. A store never is.
+    """
+    if is_store_address(directory):
+        return
+    hub = find_enclosing_hub(directory)
+    if hub is not None:
+        where = "is" if hub == os.path.realpath(directory) else "is in"
+        raise SaveDirectoryError(
+            f"'{directory}' {where} the directory hub '{hub}', which contains commits: a save there would belong to "
+            f"no commit, or damage one. Nothing was written. Save into a directory outside it and run: hfshard push "
+            f"DIR {hub}; or call model.push_to_hub('{hub}').",
+            path=directory,
+        )

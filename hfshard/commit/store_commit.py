@@ -46,9 +46,8 @@ from hfshard.errors import (
     StoreError,
     UnsafePathError,
 )
-from hfshard.format.digests import md5_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, md5_of
 from hfshard.format.stored_save import (
     INLINED_BYTES,
     SaveId,

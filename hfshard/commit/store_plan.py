@@ -22,9 +22,8 @@ from hfshard.errors import (
     UnsafePathError,
     repair_hint,
 )
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.format.stored_save import (
     MAX_SAVE_BYTES,
     SaveId,

@@ -16,9 +16,8 @@ from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import HfshardError
-from hfshard.format.digests import Checksum
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, Checksum, FileDigest
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import (

@@ -347,35 +347,6 @@ def can_link(directory: str, source: str) -> bool:
     return True
 
 
-# Detection of network file systems.
-
-
-_REMOTE: Final = frozenset({
-    "nfs", "nfs3", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs",
-    "pvfs2", "orangefs", "wekafs", "panfs",
-})  # fmt: skip
-"""Types whose files are on another machine: a page fault is a request. `is_networked` adds FUSE, mostly remote too."""
-
-
-def is_networked(device: int) -> bool:
-    """Return whether the files of a device (`st_dev`) come over the network; False if the system does not say."""
-    kind = _type_of(device)
-    return kind in _REMOTE or kind.split(".")[0] in ("fuse", "fuseblk")
-
-
-def _type_of(device: int) -> str:
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                mount, _, kind = line.partition(" - ")
-                if mount.split()[2:3] == [number]:
-                    return kind.split()[0]
-    except OSError:
-        return ""
-    return ""
-
-
 # Directory locks that a fork does not inherit, and the process that holds one.
 
 

@@ -25,13 +25,13 @@ from torch.futures import Future
 
 from hfshard._util.arguments import checked_path_text, wraps_os_errors
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.dcp_chunks import check_held, chunk_box, state_dict_of
 from hfshard.distributed.layout import box_shape, clip_box
 from hfshard.distributed.read_parts import BoxTarget, read_parts, stored_tensors
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDictMismatchError
-from hfshard.format.digests import Verify
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.format.index import Verify
 from hfshard.places.source import CheckpointSource, open_source
 from hfshard.tensors.state_dict import is_dtensor, local_tensor
 

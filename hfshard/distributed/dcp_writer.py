@@ -37,9 +37,8 @@ from hfshard.errors import (
     SaveDirectoryError,
     UnstorableTensorError,
 )
-from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, Checksum, FileDigest
 from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest

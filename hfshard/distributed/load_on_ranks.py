@@ -20,19 +20,18 @@ import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.call_ranks import Session, has_other_ranks
-from hfshard._util.context import bound
 from hfshard._util.progress import byte_progress
+from hfshard._util.threads import bound
 from hfshard.checkpoint.check_files import check_checksums, check_pickles, retry_if_replaced
 from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.disk.fsops import is_networked
+from hfshard.disk.direct_io import is_networked
 from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads, stored_tensors, with_local
 from hfshard.distributed.rendezvous import ANY_PLACE, GroupSession, session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
-from hfshard.format.digests import sha256_of
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.index import CheckpointIndex, sha256_of
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource, open_source, use_checkpoint

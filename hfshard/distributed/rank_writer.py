@@ -24,8 +24,7 @@ from hfshard.distributed.exchange import CpuGroup, Exchange
 from hfshard.distributed.spread_tensor import ByteArray
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners, assign_owners
 from hfshard.errors import HfshardError
-from hfshard.format.digests import fingerprint_positions
-from hfshard.format.index import FileDigest
+from hfshard.format.index import FileDigest, fingerprint_positions
 from hfshard.places.place import place_to_save
 from hfshard.shards.write_shards import WriteJob, fingerprint_of_job, write_shards
 from hfshard.stores.open_store import open_store

@@ -31,7 +31,7 @@ from hfshard.distributed.layout import (
 )
 from hfshard.distributed.spread_tensor import ByteArray, Runs, SpreadTensor, gather_into
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.shards.ranged_shard import (
     DEFAULT_MEMORY,
     GAP_BYTES,

@@ -31,8 +31,7 @@ from hfshard.distributed.tensor_owners import (
     listing_digest,
 )
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
-from hfshard.format.digests import sha256_of
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveRequest, needs_all_ranks

@@ -16,7 +16,7 @@ import torch
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, clip_box, ranks_by_box, whole_box
 from hfshard.distributed.spread_tensor import BoxRuns, Runs, SpreadTensor, window_sizes
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import sha256_of
+from hfshard.format.index import sha256_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import TensorLayout, TensorLike, check_storable, tensor_layout
 

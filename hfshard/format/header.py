@@ -197,7 +197,7 @@ def _contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
 
 
 def _parsed(raw: bytes, path: str) -> dict[str, Any]:
-    entries = parse_json_object(raw, path=path, what="The header of shard", remedy=repair_hint(path))
+    entries = parse_json_object(raw, path=path, what="The header of shard")
     if not raw.startswith(b"{"):
         raise damaged_header(path, "it must begin with '{' (other safetensors libraries refuse it otherwise)")
     return entries

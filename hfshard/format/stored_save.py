@@ -14,9 +14,8 @@ from typing import Any, Final, Self
 
 from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames, check_file_name, is_safe_file_name
-from hfshard.format.index import CheckpointIndex, mark_of, with_commit_marker, without_commit_marker
+from hfshard.format.index import CheckpointIndex, mark_of, sha256_of, with_commit_marker, without_commit_marker
 from hfshard.format.strict_json import parse_json_object
 
 SAVE_FORMAT: Final = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hfshard.constants import LFS_POINTER_MARK, MAX_JSON_DEPTH
-from hfshard.errors import DamagedCheckpointError, HfshardError
+from hfshard.errors import DamagedCheckpointError, HfshardError, repair_hint
 
 PassOver = Callable[[HfshardError], object]
 """A function that gets the error for a harmless flaw of a checkpoint, and raises or records it."""
@@ -23,7 +23,7 @@ def parse_json_object(
     *,
     path: str,
     what: str,
-    remedy: str,
+    remedy: str | None = None,
     takes_constants: bool = False,
     pass_over: PassOver | None = None,
 ) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def parse_json_object(
         raw: The bytes.
         path: The file that they come from, for the message.
         what: The subject of the message: "Index", "The header of shard".
-        remedy: The last sentence of the message: what the user can do.
+        remedy: The last sentence of the message: what the user can do. None: that of any damaged file.
         takes_constants: Whether to accept NaN and Infinity, which Python's own encoder writes.
         pass_over: Gets the error for a key that occurs twice; if it does not raise it, the last one counts, as in
             Python's own decoder. None: the error is raised.
@@ -61,7 +61,7 @@ def parse_json_object(
         pass_over(damaged)
     if not isinstance(value, dict):
         raise DamagedCheckpointError(
-            f"{what} '{path}' must contain a JSON object, got a {type(value).__name__}. {remedy}",
+            f"{what} '{path}' must contain a JSON object, got a {type(value).__name__}. {remedy or repair_hint(path)}",
             path=path,
             expected="object",
             actual=type(value).__name__,
@@ -77,8 +77,9 @@ def _decoded(text: str, *, takes_constants: bool) -> tuple[Any, _DoubledKey | No
         return json.loads(text, parse_constant=None if takes_constants else _no_constant), error
 
 
-def _invalid(what: str, path: str, remedy: str, error: Exception) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{what} '{path}' is not valid JSON: {_reason(error)}. {remedy}", path=path)
+def _invalid(what: str, path: str, remedy: str | None, error: Exception) -> DamagedCheckpointError:
+    advice = remedy or repair_hint(path)
+    return DamagedCheckpointError(f"{what} '{path}' is not valid JSON: {_reason(error)}. {advice}", path=path)
 
 
 def without_padding(text: str) -> str:

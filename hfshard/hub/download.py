@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from hfshard._util.progress import byte_progress
 from hfshard._util.text import shorten_list, without_url_secrets
 from hfshard._util.threads import run_in_threads
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
 from hfshard.disk.fsops import require_space, sync
 from hfshard.errors import (
@@ -30,7 +31,7 @@ from hfshard.format.parts_of_ranks import describe_parts
 from hfshard.hub.cache import RepoCache, is_commit
 from hfshard.hub.http import DOWNLOAD_ATTEMPTS, HubReader, translate_hub_errors, tree_of
 from hfshard.hub.repo import RemoteFile, RepoTree
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files, files_to_compare
+from hfshard.hub.resolve import ResolvedCheckpoint, Resolver, companion_files, files_to_compare
 from hfshard.stores.hub_calls import hub_retry, offline_variable, seconds_asked
 
 logger = logging.getLogger(__name__)

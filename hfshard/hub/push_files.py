@@ -25,7 +25,6 @@ from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name
 from hfshard.hub.card_drawer import draw_card
 from hfshard.hub.model_card import CARD_PICTURE, merge_card
-from hfshard.hub.open_hub import open_hub
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
 from hfshard.stores.store import StoredSource
 
@@ -33,6 +32,29 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 5
 """Attempts at a push, each on top of what others have pushed during the one before."""
+
+
+def open_hub(repo_id: str | os.PathLike[str], *, token: str | bool | None = None, private: bool | None = None) -> Hub:
+    """Open the repo that a repo_id names, to push to it, and create it if it is missing.
+
+    Args:
+        repo_id: "org/name", or a path or `file://` URL of a directory.
+        token: A token for the Hub, as in huggingface_hub.
+        private: Whether a repo that is created there is private.
+
+    Raises:
+        InvalidArgumentError: It is a URL of another kind, or the address of a store.
+        HubError: The directory has something else, such as a checkpoint.
+        HubAccessError, HubConnectionError: The Hub refused, or could not be reached.
+    """
+    from hfshard.hub.directory.directory_hub import hub_named
+
+    hub = hub_named(repo_id, create=True)
+    if hub is not None:
+        return hub
+    from hfshard.hub.hub_repo import HubRepo  # imports huggingface_hub, which takes time
+
+    return HubRepo(os.fspath(repo_id), token=token, private=private)
 
 
 def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushResult:

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import IntegrityError, InvalidArgumentError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.hub.download import hasher_for
 from hfshard.hub.http import HubReader
 from hfshard.hub.repo import RepoTree
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
 

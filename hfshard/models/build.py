@@ -17,9 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import utils as their_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from hfshard._util.addresses import is_meant_as_address
-from hfshard._util.arguments import checked_path_text
-from hfshard._util.context import bound
+from hfshard._util.arguments import checked_path_text, is_meant_as_address
+from hfshard._util.threads import bound
 from hfshard.checkpoint.check_files import ReplacedMeanwhile
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import read_config

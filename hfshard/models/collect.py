@@ -18,19 +18,19 @@ from transformers.dynamic_module_utils import custom_object_save
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.strict_json import dump_json
-from hfshard.models.model_classes import architecture_of, empty_custom_object, view_as_alias
-from hfshard.models.rank_parts import build_meta_model, is_pipeline_stage, stored_parts, trace_reverted
-from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
+from hfshard.models.model_classes import architecture_of, empty_custom_object, is_pipeline_stage, view_as_alias
+from hfshard.models.rank_parts import build_meta_model, stored_parts, trace_reverted
+from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel, with_parts
 from hfshard.tensors.state_dict import (
     collect_state_dict,
     count_parameters,
     has_parts,
     has_spread,
-    reject_sharded_tensors,
+    may_be_divided,
 )
 from hfshard.tensors.stored_tensor import is_torch_tensor_type, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors
-from hfshard.tensors.zero3 import is_partitioned, reject_partitioned, with_partitioned
+from hfshard.tensors.zero3 import is_partitioned, reject_partitioned
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +91,14 @@ def request_from_pretrained(
 def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Select the tensors of a state dict to save, and map each tied name to the name that is saved."""
     saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
-    reject_sharded_tensors(saved)
-    saved = with_partitioned(saved)
+    saved = with_parts(saved)
     ties = find_shared_tensors(saved, droppable_patterns=_droppable_patterns(model))
     return {name: value for name, value in saved.items() if name not in ties}, ties
 
 
 def _parameters_of(model: PreTrainedModel) -> int:
     """Return a model's parameter count, also if ranks have parts of it: then transformers would miscount."""
-    is_miscounted = has_parts(model) or any(map(is_partitioned, model.parameters()))
+    is_miscounted = may_be_divided(model) and (has_parts(model) or any(map(is_partitioned, model.parameters())))
     return count_parameters(model) if is_miscounted else model.num_parameters()
 
 

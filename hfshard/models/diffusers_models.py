@@ -13,19 +13,18 @@ from typing import Any, Final
 
 from huggingface_hub import create_repo, try_to_load_from_cache
 
-from hfshard._util.addresses import is_meant_as_address
+from hfshard._util.arguments import is_meant_as_address
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint, warn_of_others_files
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import DIFFUSERS_BASE, WeightNames
+from hfshard.format.index import Verify
 from hfshard.models.install_settings import Settings
-from hfshard.models.module_weights import save_module
+from hfshard.models.module_weights import save_module, stock_shard_size
 from hfshard.models.patching import Method, upstream
-from hfshard.models.save_arguments import stock_shard_size
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
 from hfshard.tensors.state_dict import collect_state_dict

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from hfshard._util.import_hook import announce_once, on_import
-from hfshard.format.digests import Checksum, Verify
+from hfshard.format.index import Checksum, Verify
 from hfshard.models.install_settings import (
     Installation,
     Settings,

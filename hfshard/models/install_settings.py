@@ -12,9 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Self
 
-from hfshard._util.context import bound
-from hfshard._util.threads import ForkSafeLock
-from hfshard.format.digests import Checksum, Verify, check_checksum, check_verify_level
+from hfshard._util.threads import ForkSafeLock, bound
+from hfshard.format.index import Checksum, Verify, check_checksum, check_verify_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.push_files import PushOptions
 from hfshard.models.build import handle_from_pretrained, load_on_ranks
 from hfshard.models.install_settings import Settings
+from hfshard.models.module_weights import SAVE_ARGUMENTS, stock_shard_size
 from hfshard.models.patching import Method, upstream
-from hfshard.models.save_arguments import SAVE_ARGUMENTS, stock_shard_size
 from hfshard.models.saver import handle_save_pretrained, push_pretrained_model
 from hfshard.saving.save_request import SaveOptions
 

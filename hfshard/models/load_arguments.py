@@ -18,10 +18,10 @@ from transformers.utils.hub import cached_files
 from transformers.utils.import_utils import is_peft_available
 
 from hfshard._util.arguments import reject_unknown_arguments
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_classes import has_override
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource

@@ -14,10 +14,10 @@ from huggingface_hub import PyTorchModelHubMixin
 
 from hfshard._util.call_ranks import among
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.format.digests import Checksum, Verify
-from hfshard.hub.resolve import CheckpointQuery
-from hfshard.models.model_kinds import is_pretrained_class, without_mixin
+from hfshard.format.index import Checksum, Verify
+from hfshard.models.patching import is_pretrained_class
 from hfshard.models.plain_load import build_module, load_plain
 from hfshard.models.plain_save import handle_plain_save, is_overridden, push_plain, reject_other_model, save_plain
 from hfshard.places.source import CheckpointSource
@@ -150,6 +150,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         }
         if is_pretrained_class(type(self)):
             from hfshard.models.saver import save_with_overrides
+            from hfshard.models.transformers_methods import without_mixin
 
             with among(process_group):
                 save_with_overrides(without_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
@@ -300,8 +301,9 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             path = pretrained_model_name_or_path
             return load_plain(cls, super(), path, model_args, kwargs, own, is_overridden=is_own)
         from hfshard.models.build import load_with_overrides
+        from hfshard.models.transformers_methods import without_mixin
 
-        own["signature"] = required_signature(public_key)
+        own["signature"] = None if public_key is None else required_signature(public_key)
         options = LoadOptions(strict=strict, disable_mmap=kwargs.get("disable_mmap"), **own)
         start = without_mixin(cls)
         with among(process_group):
@@ -341,7 +343,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         if not is_pretrained_class(cls):
             super().__init_subclass__(**kwargs)
             return
-        from hfshard.models.transformers_methods import prepare_class
+        from hfshard.models.transformers_methods import prepare_class, without_mixin
 
         without_mixin(cls).__init_subclass__(**kwargs)
         prepare_class(cls, ShardedModelMixin)
@@ -350,6 +352,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         """Record a plain module's constructor arguments for its config.json."""
         if not is_pretrained_class(cls):
             return super().__new__(cls, *args, **kwargs)
+        from hfshard.models.transformers_methods import without_mixin
+
         make: Any = without_mixin(cls).__new__
         return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 

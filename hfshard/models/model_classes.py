@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
-from hfshard._util.context import bound
-from hfshard._util.threads import ForkSafeLock
+from hfshard._util.threads import ForkSafeLock, bound
 from hfshard.checkpoint.locate import read_config, weights_bytes
 from hfshard.constants import ADAPTER_CONFIG_NAME, MIXIN_MARK
 from hfshard.errors import HfshardError
@@ -285,3 +284,10 @@ def has_override(model_class: type, method: Method) -> bool:
         if method in vars(base) and not is_mixin:
             return True
     return False
+
+
+def is_pipeline_stage(model: Any) -> bool:
+    """Return whether transformers has reduced the model to the layers of one pipeline stage."""
+    config = getattr(model.config, "distributed_config", None)
+    stage = getattr(model, "_pp_stage", None)
+    return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1

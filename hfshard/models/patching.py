@@ -7,13 +7,14 @@ hfshard is installed; otherwise it calls the original. This file imports neither
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from hfshard._util.context import bound
-from hfshard._util.threads import ForkSafeLock
+from hfshard._util.threads import ForkSafeLock, bound
+from hfshard.constants import MIXIN_MARK
 
 Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
 METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")
@@ -112,3 +113,22 @@ def _answering(base: type, method: Method, original: Answer) -> Answer:
 
     setattr(answered, _MARK, True)
     return answered
+
+
+# Kinds of models: transformers' and others, found out without importing transformers.
+
+
+def is_pretrained(model: object) -> bool:
+    """Return whether a model is a transformers model; transformers is not imported to find out."""
+    return is_pretrained_class(type(model))
+
+
+def is_pretrained_class(model_class: type) -> bool:
+    """Return whether a class is a transformers model class; transformers is not imported to find out."""
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and issubclass(model_class, base)
+
+
+def is_plain_class(model_class: object) -> bool:
+    """Return whether the object is a class with `ShardedModelMixin` that is not a transformers class."""
+    return isinstance(model_class, type) and hasattr(model_class, MIXIN_MARK) and not is_pretrained_class(model_class)

@@ -15,18 +15,17 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard._util.arguments import checked_path_text
-from hfshard._util.context import bound
 from hfshard._util.text import shorten_list
+from hfshard._util.threads import bound
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
-from hfshard.checkpoint.locate import read_config
+from hfshard.checkpoint.locate import CheckpointQuery, read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.load_on_ranks import load_opened
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_weights_override
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.plain_save import constructor_names
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource, open_source
@@ -174,7 +173,8 @@ def _split(
     load_options = {name: value for name, value in own.items() if name == "strict" or name not in names}
     rest = dict(kwargs)
     rest |= {name: own[name] for name in own.keys() - load_options.keys() if own[name] != getattr(defaults, name, None)}
-    signature = required_signature(load_options.pop("public_key", None))
+    public_key = load_options.pop("public_key", None)
+    signature = None if public_key is None else required_signature(public_key)
     process_group = load_options.pop("process_group", None)
     options = LoadOptions(**load_options, signature=signature)
     if process_group is not None:

@@ -16,8 +16,8 @@ from typing import Any, Final
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.context import bound
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard._util.threads import bound
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
@@ -25,15 +25,16 @@ from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.distributed.push_together import push_together
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
-from hfshard.models.module_weights import is_spread, save_module
-from hfshard.models.push_model import begin_push, merge_tags
-from hfshard.models.save_arguments import (
+from hfshard.models.module_weights import (
     PUSH_ARGUMENTS,
     check_push_arguments,
     check_save_arguments,
+    is_spread,
+    save_module,
     take_repo_id,
     without_defaults,
 )
+from hfshard.models.push_model import begin_push, merge_tags
 from hfshard.places.place import SavePlace, place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 

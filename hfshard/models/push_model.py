@@ -11,13 +11,13 @@ from typing import Any, Final
 from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 
 from hfshard._util.call_ranks import Session
-from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.push_together import agree_on_repo, send, stage, staging_folder
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex
+from hfshard.hub.directory.directory_hub import absolute_repo_id
 from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.models.module_weights import abort_peers_on_error, require_whole_tensors

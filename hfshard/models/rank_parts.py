@@ -15,20 +15,16 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hfshard._util.call_ranks import has_other_ranks
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, box_elements, held_box
 from hfshard.distributed.load_on_ranks import current_load, device_of_meshes, meet_unchanged
 from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
-from hfshard.models.model_classes import alias_class, has_adapters, view_as_alias
-from hfshard.models.module_weights import is_spread
+from hfshard.models.model_classes import alias_class, view_as_alias
 from hfshard.shards.read_tensors import ReadMode
-from hfshard.tensors.parameter_names import strip_compiled
 from hfshard.tensors.state_dict import is_dtensor
 from hfshard.tensors.stored_tensor import storage_id
-from hfshard.tensors.zero3 import has_partitioned
 
 _COPIES: Final = frozenset(("contiguous", "clone", "detach"))
 """Functions that change no element and no order; the tracer returns their argument, so that a view stays a view."""
@@ -570,73 +566,7 @@ def _part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole
 
 
-# Parts of a model: spread tensors, or the layers of a pipeline stage.
-
-
-def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
-    """Return whether a save needs other ranks' parts of the model, or of the tensors given in its place."""
-    return (state_dict is None and is_pipeline_stage(model)) or is_spread(model, state_dict)
-
-
-def joins_save(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
-    """Return whether a rank takes part in a save although it was told that it is not the main process.
-
-    Trainer and Accelerate tell this to ranks whose ZeRO-3 parameters they have gathered on the first rank.
-    """
-    return is_part(model, state_dict) and (state_dict is not None or not has_partitioned(model))
-
-
-def is_part_of_push(model: Any) -> bool:
-    """Return whether a push needs other ranks' parts: a part as in `is_part`, or a stage that the user has created.
-
-    Such a stage has plain tensors. It is recognized if there are other ranks, and if a module that has parameters in
-    the full model of its config has none in it.
-    """
-    if is_part(model, None):
-        return True
-    if not has_other_ranks() or has_adapters(model):
-        return False
-    whole = build_meta_model(model)
-    if whole is None:
-        return False
-    names = [strip_compiled(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    there = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
-    return any(
-        name.rpartition(".")[0] not in there
-        for name, _ in whole.named_parameters(remove_duplicate=False)
-        if "." in name
-    )
-
-
-def reject_partial_save(model: Any) -> None:
-    """Reject a save by transformers of a part of a model, if transformers does not gather the rest.
-
-    Raises:
-        InvalidArgumentError: It is a pipeline stage, which would be saved as the whole; or the user has spread it.
-
-    Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages, and nothing
-    without a `distributed_config`.
-    """
-    if is_pipeline_stage(model):
-        raise InvalidArgumentError(
-            "Cannot save one of several pipeline stages with an adapter, offloaded weights or "
-            "distributed_checkpoint=True: transformers makes that save, and would save this stage as the full "
-            "model. Save a model that was loaded without pp_size, which has all layers."
-        )
-    if has_other_ranks() and getattr(model.config, "distributed_config", None) is None and is_part(model, None):
-        raise InvalidArgumentError(
-            "Cannot save a model that is spread over ranks with an adapter, offloaded weights or "
-            "distributed_checkpoint=True: transformers makes that save, and gathers only what it has spread itself. "
-            "Load it with from_pretrained(..., distributed_config=...), or merge the adapter before you spread the "
-            "model."
-        )
-
-
-def is_pipeline_stage(model: Any) -> bool:
-    """Return whether transformers has reduced the model to the layers of one pipeline stage."""
-    config = getattr(model.config, "distributed_config", None)
-    stage = getattr(model, "_pp_stage", None)
-    return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1
+# The full model of a pipeline stage.
 
 
 def build_meta_model(part: PreTrainedModel) -> PreTrainedModel | None:

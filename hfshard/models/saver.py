@@ -13,38 +13,43 @@ import torch
 from transformers import PreTrainedModel
 
 from hfshard._util.call_ranks import Session, has_other_ranks
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import push_together
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
+from hfshard.models.collect import request_from_pretrained
 from hfshard.models.model_classes import (
     call_with_overrides,
     class_before_fsdp,
     has_adapters,
     has_override,
     is_offloaded_by_map,
+    is_pipeline_stage,
     is_registered_with_mixin,
     needs_transformers_saver,
     view_as_alias,
 )
-from hfshard.models.model_kinds import request_from_model
-from hfshard.models.module_weights import abort_peers_on_error, leaves_save, save_here_or_on_ranks
-from hfshard.models.patching import OverrideCall, active_call, upstream
-from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
-from hfshard.models.rank_parts import is_part, is_part_of_push, joins_save, reject_partial_save
-from hfshard.models.save_arguments import (
+from hfshard.models.module_weights import (
     PUSH_ARGUMENTS,
     SAVE_ARGUMENTS,
+    abort_peers_on_error,
     check_push_arguments,
     check_save_arguments,
+    is_spread,
+    leaves_save,
+    save_here_or_on_ranks,
     take_repo_id,
     without_defaults,
 )
+from hfshard.models.patching import OverrideCall, active_call, upstream
+from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
+from hfshard.models.rank_parts import build_meta_model
 from hfshard.places.place import Place, place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, needs_all_ranks
-from hfshard.tensors.zero3 import reject_partitioned
+from hfshard.tensors.parameter_names import strip_compiled
+from hfshard.tensors.zero3 import has_partitioned, reject_partitioned
 
 
 def save_with_overrides(
@@ -218,7 +223,7 @@ def _request(
 ) -> SaveRequest:
     """Build the save request; if that fails on one of several ranks that have parts, the others are notified."""
     with abort_peers_on_error(place, lambda: options.is_collective or is_part(model, state_dict)):
-        return request_from_model(model, state_dict, options)
+        return request_from_pretrained(model, state_dict, options)
 
 
 def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:
@@ -282,7 +287,7 @@ def push_pretrained_model(
             given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
             save = partial(model.save_pretrained, **without_defaults(given))
             return push.send_by_directory(save, options.variant)
-        return push.send(request_from_model(model, None, options))
+        return push.send(request_from_pretrained(model, None, options))
 
 
 def _begin_push(
@@ -297,3 +302,65 @@ def _begin_push(
     message = "Upload model" if "Model" in name else f"Upload {name}"
     make_card = partial(make_model_card, tags=merge_tags(getattr(model, "model_tags", None), tags))
     return begin_push(repo_id, make_card, options, message, ranks)
+
+
+# Parts of a model: spread tensors, or the layers of a pipeline stage.
+
+
+def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
+    """Return whether a save needs other ranks' parts of the model, or of the tensors given in its place."""
+    return (state_dict is None and is_pipeline_stage(model)) or is_spread(model, state_dict)
+
+
+def joins_save(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
+    """Return whether a rank takes part in a save although it was told that it is not the main process.
+
+    Trainer and Accelerate tell this to ranks whose ZeRO-3 parameters they have gathered on the first rank.
+    """
+    return is_part(model, state_dict) and (state_dict is not None or not has_partitioned(model))
+
+
+def is_part_of_push(model: Any) -> bool:
+    """Return whether a push needs other ranks' parts: a part as in `is_part`, or a stage that the user has created.
+
+    Such a stage has plain tensors. It is recognized if there are other ranks, and if a module that has parameters in
+    the full model of its config has none in it.
+    """
+    if is_part(model, None):
+        return True
+    if not has_other_ranks() or has_adapters(model):
+        return False
+    whole = build_meta_model(model)
+    if whole is None:
+        return False
+    names = [strip_compiled(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    there = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+    return any(
+        name.rpartition(".")[0] not in there
+        for name, _ in whole.named_parameters(remove_duplicate=False)
+        if "." in name
+    )
+
+
+def reject_partial_save(model: Any) -> None:
+    """Reject a save by transformers of a part of a model, if transformers does not gather the rest.
+
+    Raises:
+        InvalidArgumentError: It is a pipeline stage, which would be saved as the whole; or the user has spread it.
+
+    Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages, and nothing
+    without a `distributed_config`.
+    """
+    if is_pipeline_stage(model):
+        raise InvalidArgumentError(
+            "Cannot save one of several pipeline stages with an adapter, offloaded weights or "
+            "distributed_checkpoint=True: transformers makes that save, and would save this stage as the full "
+            "model. Save a model that was loaded without pp_size, which has all layers."
+        )
+    if has_other_ranks() and getattr(model.config, "distributed_config", None) is None and is_part(model, None):
+        raise InvalidArgumentError(
+            "Cannot save a model that is spread over ranks with an adapter, offloaded weights or "
+            "distributed_checkpoint=True: transformers makes that save, and gathers only what it has spread itself. "
+            "Load it with from_pretrained(..., distributed_config=...), or merge the adapter before you spread the "
+            "model."
+        )

@@ -15,8 +15,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any, Final
 
-from hfshard._util.addresses import SCHEMES, StoreAddress, is_store_address, parse_address
-from hfshard._util.arguments import absolute_path
+from hfshard._util.arguments import SCHEMES, StoreAddress, absolute_path, is_store_address, parse_address
 from hfshard._util.import_hook import on_import
 from hfshard.models.install_settings import current_settings
 

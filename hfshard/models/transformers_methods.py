@@ -1,11 +1,13 @@
-"""Parts of `ShardedModelMixin` that apply to transformers models only."""
+"""Parts of `ShardedModelMixin` that apply to transformers models only, and what is behind it."""
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from hfshard.constants import MIXIN_MARK
 from hfshard.errors import InvalidArgumentError
 from hfshard.models.model_classes import (
     adopt_class_name,
@@ -14,7 +16,6 @@ from hfshard.models.model_classes import (
     record_architecture,
     record_in_adapters,
 )
-from hfshard.models.model_kinds import without_mixin
 
 
 def prepare_class(model_class: type, mixin: type) -> None:
@@ -34,6 +35,20 @@ def prepare_class(model_class: type, mixin: type) -> None:
             "saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
         )
     adopt_class_name(model_class)
+
+
+def without_mixin(target: Any) -> Any:
+    """Return a `super()` of a model or class that skips this mixin and huggingface_hub's mixins.
+
+    A huggingface_hub mixin that the class itself has behind transformers' class stays there.
+
+    Args:
+        target: The model or the class.
+    """
+    order = target.__mro__ if isinstance(target, type) else type(target).__mro__
+    mixin = next(number for number, base in enumerate(order) if MIXIN_MARK in vars(base))
+    skipped = takewhile(lambda base: base.__module__ == "huggingface_hub.hub_mixin", order[mixin + 1 :])
+    return super([order[mixin], *skipped][-1], target)
 
 
 class TransformersMethods:

@@ -12,7 +12,7 @@ import torch
 from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import Identity
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.pickles.described_file import OTHER, DescribedFile, described_file, meaning, reject_code, size_of
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, NameHashes, most_taken
 from hfshard.pickles.read_pickle import read_pickle

@@ -14,6 +14,7 @@ from typing import Final
 
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.folder import LocalFolder
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.commit_plan import (
     CommitPlan,
@@ -25,19 +26,18 @@ from hfshard.commit.commit_plan import (
     superseded_files,
 )
 from hfshard.commit.directory_commit import DirectorySession, save_session
-from hfshard.commit.directory_state import DirectoryState
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import DirectoryState, reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import can_link, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import IntegrityError, SaveDirectoryError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.directory_hub import hub_named
 from hfshard.hub.download import Fetcher, fetch, is_offline
 from hfshard.hub.own_files import OwnFiles
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
+from hfshard.hub.resolve import ResolvedCheckpoint, companion_files, resolve_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,19 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from hfshard._util.addresses import is_store_address, is_store_url, parse_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path, checked_path_text
+from hfshard._util.arguments import (
+    absolute_path,
+    checked_path_text,
+    is_store_address,
+    is_store_url,
+    parse_address,
+    reject_hub_arguments,
+)
 from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
-from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path
+from hfshard.checkpoint.locate import CheckpointQuery, directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
-from hfshard.commit.hub_marker import has_hub_marker, hub_directory
+from hfshard.commit.directory_state import has_hub_marker
 from hfshard.errors import (
     CheckpointNotFoundError,
     HfshardError,
@@ -24,7 +30,7 @@ from hfshard.errors import (
     InvalidArgumentError,
 )
 from hfshard.format.file_names import WeightNames
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.hub.directory.directory_hub import DirectoryHub, hub_directory
 from hfshard.stores.open_store import open_store
 
 if TYPE_CHECKING:
@@ -351,8 +357,6 @@ class DirectoryHubPlace(HubPlace):
 
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource:
         """Find the checkpoint in the snapshot of a commit."""
-        from hfshard.hub.directory.directory_hub import DirectoryHub
-
         path = DirectoryHub.open(self.address).snapshot(query.revision)
         directory = _joined(path, query.subfolder)
         return ResolvedSource(directory, path, LocalFolder(directory))
@@ -475,7 +479,7 @@ def _directory_to_save(text: str, argument: str) -> SavePlace:
 
 
 def _directory_to_load(text: str, argument: str) -> Place | None:
-    directory = text if os.path.isdir(text) else hub_directory(text)
+    directory = _named_directory(text)
     if directory is not None:
         return _directory_or_hub(absolute_path(directory, argument))
     above, name = os.path.split(text)
@@ -484,7 +488,11 @@ def _directory_to_load(text: str, argument: str) -> Place | None:
 
 
 def _directory_to_check(text: str, argument: str) -> CheckPlace:
-    return _directory_or_hub(absolute_path(hub_directory(text) or text, argument))
+    return _directory_or_hub(absolute_path(_named_directory(text) or text, argument))
+
+
+def _named_directory(text: str) -> str | None:
+    return text if os.path.isdir(text) else hub_directory(text)
 
 
 def _directory_or_hub(directory: str) -> DirectoryPlace | DirectoryHubPlace:

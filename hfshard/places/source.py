@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
-from hfshard.checkpoint.locate import weights_bytes
+from hfshard.checkpoint.locate import CheckpointQuery, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import Place, ResolvedSource, explain_missing_directory, place_to_load
 
 _Result = TypeVar("_Result")
@@ -85,7 +84,7 @@ def open_source(
     is_hashed = options.verify in ("full", "sha256") and not local.traits.verifies_reads and signed is None
     total = weights_bytes(local.directory, (SAFETENSORS_SUFFIX,)) if is_hashed else 0
     with (
-        byte_progress("Verifying", total, options.progress if total else False) as progress_callback,
+        byte_progress("Verifying", total, options.progress) if total else nullcontext() as progress_callback,
         open_checkpoint(
             local.folder.as_stock() if options.is_lenient else local.folder,
             variant=query.variant,

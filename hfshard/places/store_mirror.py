@@ -12,14 +12,13 @@ import weakref
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.addresses import parse_address
+from hfshard._util.arguments import parse_address
 from hfshard.checkpoint.check_files import retry_if_replaced
-from hfshard.checkpoint.locate import is_weights_name
+from hfshard.checkpoint.locate import CheckpointQuery, is_weights_name
 from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames, check_file_name, is_safe_file_name
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 

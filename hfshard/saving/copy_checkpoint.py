@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import without_commit_keys
+from hfshard.format.index import Verify, without_commit_keys
 from hfshard.format.stored_save import objects_of_saves
 from hfshard.hub.push_files import FilesOfPlace, PushContents, detect_variants
 from hfshard.hub.repo import PushResult
-from hfshard.hub.resolve import CheckpointQuery, companion_files
+from hfshard.hub.resolve import companion_files
 from hfshard.places.place import SavePlace
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any, Final
 
 from hfshard.commit.transaction import NamesTakenError, NewCheckpoint, OwnShardWriter, ShardWriter, Transaction
-from hfshard.format.digests import TENSOR_DIGEST_HEX
 from hfshard.format.file_names import MODEL_BASE
-from hfshard.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
+from hfshard.format.index import TENSOR_DIGEST_HEX, CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.places.place import SavePlace
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard

@@ -12,9 +12,8 @@ from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_co
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.directory_state import read_directory_state
 from hfshard.disk.fsops import can_link
-from hfshard.format.digests import tensor_digest
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, tensor_digest
 from hfshard.places.place import SavePlace
 from hfshard.saving.pipeline import index_of, plan_request, save_request, shard_metadata_bytes_of
 from hfshard.saving.save_request import SaveRequest

@@ -18,8 +18,7 @@ from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import config_in
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_compared, is_packed, raw_tensors
-from hfshard.commit.directory_state import weights_override_of
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory, weights_override_of
 from hfshard.constants import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -32,8 +31,7 @@ from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.disk.safe_open import Identity, identity_of, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.foreign.find_foreign import folder_of_model, is_of_run
-from hfshard.format.digests import Checksum, Verify
-from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
+from hfshard.format.index import CheckpointIndex, Checksum, Verify, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.hub.own_files import OwnFiles
 from hfshard.places.place import ResolvedSource, SavePlace, is_same_directory

@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hfshard._util.text import parse_size
+from hfshard._util.arguments import parse_size
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, MAX_JSON_DEPTH
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Checksum, check_checksum, sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.format.index import FileDigest
+from hfshard.format.index import Checksum, FileDigest, check_checksum, sha256_of
 from hfshard.format.strict_json import is_too_deep
 from hfshard.shards.shard_plan import Packing, check_packing
 from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_sharded_tensors
-from hfshard.tensors.stored_tensor import TensorLike
+from hfshard.tensors.stored_tensor import TensorLike, is_complete_tensor
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.tensors.zero3 import with_partitioned
 
@@ -100,11 +99,22 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
             f"state_dict must map names to tensors, got a {type(state_dict).__name__}. "
             "To save a module, call save_model."
         )
-    reject_sharded_tensors(state_dict)
-    state_dict = with_partitioned(state_dict)
+    state_dict = with_parts(state_dict)
     tied_names = find_shared_tensors(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
     return SaveRequest(tensors=stored, options=options, tied_names=tied_names)
+
+
+def with_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict that has this rank's part of each parameter that DeepSpeed has partitioned.
+
+    Raises:
+        UnstorableTensorError: It has a ShardedTensor of FSDP1, or copies of such parameters.
+    """
+    if all(map(is_complete_tensor, tensors.values())):
+        return dict(tensors)
+    reject_sharded_tensors(tensors)
+    return with_partitioned(tensors)
 
 
 def request_from_module(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
@@ -163,7 +173,8 @@ class SaveOptions:
         check_checksum(self.checksum)
         check_packing(self.packing)
         object.__setattr__(self, "names", WeightNames(self.variant, self.base))
-        _check_metadata(self.metadata)
+        if self.metadata:
+            _check_metadata(self.metadata)
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

@@ -19,9 +19,16 @@ from hfshard._util.threads import result_of, run_in_threads, start_worker, wait_
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, repair_hint
-from hfshard.format.digests import HASHERS, Hasher, Verify, fingerprint_positions, new_fingerprint, tensor_hasher
 from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
-from hfshard.format.index import FileDigest
+from hfshard.format.index import (
+    HASHERS,
+    FileDigest,
+    Hasher,
+    Verify,
+    fingerprint_positions,
+    new_fingerprint,
+    tensor_hasher,
+)
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import allocate_pages, bytes_view
 

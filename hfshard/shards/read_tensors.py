@@ -25,11 +25,11 @@ from hfshard.disk.direct_io import (
     check_setting,
     is_cached,
     is_direct_wanted,
+    is_networked,
     open_direct,
     read_direct,
     reopen_direct,
 )
-from hfshard.disk.fsops import is_networked
 from hfshard.errors import InvalidArgumentError
 from hfshard.shards.shard_file import (
     PooledFile,

@@ -14,9 +14,17 @@ from hfshard._util.text import shorten_list
 from hfshard.constants import FINGERPRINT_BYTES, METADATA_KEY
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, repair_hint
-from hfshard.format.digests import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, with_zeroed_digests
 from hfshard.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
-from hfshard.format.index import FileDigest, HfshardMetadata, parse_file_metadata
+from hfshard.format.index import (
+    HASHERS,
+    FileDigest,
+    HfshardMetadata,
+    fingerprint_positions,
+    new_fingerprint,
+    parse_file_metadata,
+    tensor_digest,
+    with_zeroed_digests,
+)
 from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 
@@ -132,7 +140,7 @@ class SafetensorsShard(ABC):
             raise self.truncated_error()
 
     def fingerprint(self) -> str:
-        """Compute the fingerprint of the file as it is now (see `hfshard.format.digests`)."""
+        """Compute the fingerprint of the file as it is now (see `hfshard.format.index`)."""
         fingerprint = new_fingerprint()
         fingerprint.update(self._blank_header())
         infos = list(self.header.tensors.values())

@@ -22,12 +22,19 @@ import torch
 
 from hfshard._util.threads import pause_gc, start_worker
 from hfshard.constants import MAX_HEADER_BYTES
-from hfshard.disk.direct_io import BLOCK_BYTES, HUGE_PAGE_BYTES, LIBRARY, is_resident, read_blocks, read_spots
-from hfshard.disk.fsops import is_networked
+from hfshard.disk.direct_io import (
+    BLOCK_BYTES,
+    HUGE_PAGE_BYTES,
+    LIBRARY,
+    is_networked,
+    is_resident,
+    read_blocks,
+    read_spots,
+)
 from hfshard.disk.safe_open import NO_FILES_LEFT, Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
-from hfshard.format.digests import HASHERS
 from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
+from hfshard.format.index import HASHERS
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import DTYPE_NAMES, PLAIN_DTYPES, iter_blocks
 

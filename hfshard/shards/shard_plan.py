@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from hfshard._util.text import parse_size
+from hfshard._util.arguments import parse_size
 from hfshard.constants import DATA_ALIGNMENT, DEFAULT_MAX_SHARD_SIZE, MAX_HEADER_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames

@@ -20,17 +20,18 @@ from hfshard.disk.byte_source import SeekableReader
 from hfshard.disk.direct_io import BLOCK_BYTES, BlockWriter, check_setting
 from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import (
+from hfshard.format.header import build_header_from_entries, header_entries
+from hfshard.format.index import (
     HASHERS,
     TENSOR_DIGEST_HEX,
+    FileDigest,
     Hasher,
     fingerprint_positions,
     new_fingerprint,
+    single_file_metadata,
     tensor_digest,
     tensor_digest_of_bytes,
 )
-from hfshard.format.header import build_header_from_entries, header_entries
-from hfshard.format.index import FileDigest, single_file_metadata
 from hfshard.tensors.stored_tensor import (
     TensorLayout,
     TensorLike,

@@ -27,9 +27,8 @@ from hfshard.constants import (
 )
 from hfshard.disk.safe_open import is_users_link, open_regular, read_small
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
@@ -386,10 +385,9 @@ def _most_bytes(root: str, signature: str) -> int:
     return max_signature_bytes(len(names), blocks * _BLOCK_BYTES)
 
 
-def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
-    """Return the signature that a load requires when it is given this `public_key`; None: no signature."""
-    by = SignedBy.of(public_key)
-    return None if by is None else RequiredSignature(by)
+def required_signature(public_key: str | os.PathLike[str] | SignedBy) -> RequiredSignature:
+    """Return the signature that a load requires when it is given this `public_key`."""
+    return RequiredSignature(SignedBy.of(public_key))
 
 
 # Differences from the signature, added to the report of a check.

@@ -14,15 +14,14 @@ from hfshard._util.progress import byte_progress
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.commit.hub_marker import find_enclosing_hub
+from hfshard.commit.directory_state import find_enclosing_hub
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
 from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_exists, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.index import CheckpointIndex, Verify
 from hfshard.hub.card_drawer import draw_card
 from hfshard.hub.model_card import CARD_PICTURE, merge_card
 from hfshard.hub.push_files import detect_variants

@@ -54,9 +54,9 @@ class SignedBy:
             object.__setattr__(self, "trust_config", existing_file(self.trust_config, "trust_config"))
 
     @classmethod
-    def of(cls, value: str | os.PathLike[str] | SignedBy | None) -> SignedBy | None:
-        """Convert a `public_key` argument: the file of a key, or a required signer; None: no signature is required."""
-        if value is None or isinstance(value, SignedBy):
+    def of(cls, value: str | os.PathLike[str] | SignedBy) -> SignedBy:
+        """Convert a `public_key` argument: the file of a key, or a required signer."""
+        if isinstance(value, SignedBy):
             return value
         if not isinstance(value, str | os.PathLike):
             raise InvalidArgumentError(

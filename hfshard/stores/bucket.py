@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff, validate_repo_id
 
-from hfshard._util.addresses import StoreAddress
+from hfshard._util.arguments import StoreAddress
 from hfshard._util.text import shorten_list
 from hfshard.errors import (
     CheckpointChangedError,

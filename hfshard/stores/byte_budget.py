@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Final
 
-from hfshard._util.text import parse_size
+from hfshard._util.arguments import parse_size
 from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.errors import InvalidArgumentError, InvalidSizeError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import obstore
 
-from hfshard._util.addresses import StoreAddress
+from hfshard._util.arguments import StoreAddress
 from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.errors import (
     ChangedObjectError,

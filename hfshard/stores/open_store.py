@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfshard._util.addresses import StoreAddress, parse_address
+from hfshard._util.arguments import StoreAddress, parse_address
 from hfshard.errors import StoreError
 from hfshard.stores.store import Store
 

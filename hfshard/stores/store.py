@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Protocol
 
-from hfshard._util.addresses import StoreAddress
+from hfshard._util.arguments import StoreAddress
 from hfshard.disk.byte_source import SeekableReader
 
 

@@ -30,6 +30,8 @@ _HOOKS: Final = (
     "_load_state_dict_post_hooks",
 )
 _FSDP: Final = "torch.distributed.fsdp."
+FLATTENED: Final = "_fsdp_flattened"
+"""The attribute by which torch marks flat parameters, and those in them."""
 
 _KNOWN: Final[WeakSet[Any]] = WeakSet()
 """Wrappers found in this process: a module inside of one does not lead to it."""
@@ -207,7 +209,7 @@ def _units(model: nn.Module) -> list[Any]:
 
 
 def _is_flattened(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "_fsdp_flattened", False))
+    return bool(getattr(parameter, FLATTENED, False))
 
 
 def _may_be_flattened(parameter: torch.Tensor) -> bool:

@@ -162,20 +162,18 @@ KeySelection = Collection[str] | Callable[[str], bool] | str
 _SHOWN_KEYS: Final = 20
 
 
-def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
+def select_keys(names: Iterable[str], keys: KeySelection) -> list[str]:
     """Select names, in their own order.
 
     Args:
         names: All names.
-        keys: The selection; None: all.
+        keys: The selection.
 
     Raises:
         InvalidArgumentError: `keys` is something else.
         StateDictMismatchError: A name or glob matches nothing.
     """
     names = list(names)
-    if keys is None:
-        return names
     if callable(keys):
         return [name for name in names if keys(name)]
     given: Any = keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.tensors.flat_tensor import FlatTensor, PartOfParameter, PartOfTensor
 from hfshard.tensors.fsdp1 import (
+    FLATTENED,
     flat_members,
     flat_parameter_names,
     has_flat_parameters,
@@ -22,7 +24,7 @@ from hfshard.tensors.fsdp1 import (
     without_gathering,
 )
 from hfshard.tensors.parameter_names import unwrap, without_wrappers, wrapped_prefixes
-from hfshard.tensors.stored_tensor import check_initialized, fits_its_storage, is_torch_tensor_type
+from hfshard.tensors.stored_tensor import PARTITIONED, check_initialized, fits_its_storage, is_torch_tensor_type
 from hfshard.tensors.zero3 import Purpose, has_partitioned, partitioned_parameters
 
 if TYPE_CHECKING:
@@ -45,17 +47,19 @@ def collect_state_dict(model: nn.Module, purpose: Purpose = "save") -> dict[str,
         InvalidArgumentError: Such a part cannot be told, and the purpose is not "save".
     """
     model = unwrap(model)
+    parts = parts_of_parameters(model, purpose)
     tensors = {
         name: one.tensor if purpose == "save" else one.target
-        for name, one in parts_of_parameters(model, purpose).items()
+        for name, one in parts.items()
         if not one.is_whole or (purpose == "run" and one.target is not one.tensor and not one.is_gathered)
     }
-    with without_gathering(model):
+    with without_gathering(model) if may_be_divided(model) else nullcontext():
         state_dict = model.state_dict()
     check_initialized(state_dict)
     fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
-    return with_flat_tensors(model, {without_wrappers(name, wrapped): one for name, one in state_dict.items()}, tensors)
+    state_dict = {without_wrappers(name, wrapped): one for name, one in state_dict.items()}
+    return with_flat_tensors(model, state_dict, tensors) if parts else state_dict
 
 
 def parts_of_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[str, PartOfParameter]:
@@ -71,7 +75,24 @@ def parts_of_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[str
     Raises:
         As `collect_state_dict`, for a part that cannot be told.
     """
+    if not may_be_divided(model):
+        return {}
     return {**partitioned_parameters(model, purpose), **flat_members(model)}
+
+
+def may_be_divided(model: nn.Module) -> bool:
+    """Return whether ranks may have parts of a module's parameters; False for most modules, apart from DTensors.
+
+    Both DeepSpeed and FSDP1 mark the parameters that they divide. FSDP1 may have plain tensors in their place.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    modules = list(model.modules())
+    parameters = [one for module in modules for one in module._parameters.values() if one is not None]
+    return (
+        any(not isinstance(one, nn.Parameter) for one in parameters)
+        or any(hasattr(one, mark) for one in parameters for mark in (PARTITIONED, FLATTENED))
+        or (fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules))
+    )
 
 
 def has_parts(model: nn.Module) -> bool:
@@ -80,7 +101,7 @@ def has_parts(model: nn.Module) -> bool:
     Raises:
         UnstorableTensorError: A part is not known.
     """
-    return has_partitioned(model) or has_flat_parameters(model)
+    return may_be_divided(model) and (has_partitioned(model) or has_flat_parameters(model))
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -90,6 +90,9 @@ _OWN_PAGES_BYTES: Final = 128 * 1024
 
 _PLAIN_TYPES: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
+PARTITIONED: Final = "ds_id"
+"""The attribute by which DeepSpeed marks the parameters that it partitions, also while they are complete."""
+
 _LARGEST_ELEMENT: Final = 16
 """Bytes of one complex128."""
 
@@ -175,6 +178,14 @@ def storage_id(tensor: torch.Tensor) -> int:
 def is_torch_tensor_type(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether it is torch's own tensor, not a wrapper whose memory is elsewhere."""
     return type(value) in _PLAIN_TYPES
+
+
+def is_complete_tensor(value: object) -> bool:
+    """Return whether a value is certainly a tensor of which this process has all elements, as most are.
+
+    DeepSpeed marks the tensors that it partitions, and leaves empty ones in their place.
+    """
+    return is_torch_tensor_type(value) and value.numel() > 0 and not hasattr(value, PARTITIONED)
 
 
 def tensor_nbytes(tensor: TensorLike) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from hfshard.errors import HfshardError, InvalidArgumentError, UnstorableTensorError
 from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor, PartOfParameter
 from hfshard.tensors.parameter_names import strip_wrappers, unwrap, without_wrappers, wrapped_prefixes
-from hfshard.tensors.stored_tensor import is_torch_tensor_type, storage_id
+from hfshard.tensors.stored_tensor import PARTITIONED, is_torch_tensor_type, storage_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ def partitioned_parameters(model: nn.Module, purpose: Purpose = "save") -> dict[
     found: dict[int, PartitionedParameter] = {}
     names: dict[str, PartitionedParameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not hasattr(parameter, "ds_id") or (purpose == "save" and not is_partitioned(parameter)):
+        if not hasattr(parameter, PARTITIONED) or (purpose == "save" and not is_partitioned(parameter)):
             continue
         if not _has_ranks(parameter):
             reject_partitioned(model, purpose)
@@ -126,7 +126,7 @@ def has_partitioned(model: nn.Module) -> bool:
 
     Inside a block of `GatheredParameters` for all of them, one rank may do it.
     """
-    parameters = [one for one in model.parameters() if hasattr(one, "ds_id") and _has_ranks(one)]
+    parameters = [one for one in model.parameters() if hasattr(one, PARTITIONED) and _has_ranks(one)]
     return any(map(is_partitioned, parameters)) or (bool(parameters) and not any(map(_is_gathered, parameters)))
 
 
@@ -217,7 +217,7 @@ def is_partitioned(value: object) -> TypeGuard[torch.Tensor]:
     Source: DeepSpeed `runtime/zero/partition_parameters.py`, `ZeroParamStatus`. The flat tensors that a partitioned
     optimizer has in place of its parameters have a `ds_id` and no `ds_status`.
     """
-    if not isinstance(value, torch.Tensor) or not hasattr(value, "ds_id"):
+    if not isinstance(value, torch.Tensor) or not hasattr(value, PARTITIONED):
         return False
     status = getattr(getattr(value, "ds_status", None), "name", None)
     return status != "AVAILABLE" and getattr(value, "ds_numel", None) != 0

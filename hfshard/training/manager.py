@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.call_ranks import Session, among, check_process_group, has_other_ranks
-from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import agree_on_repo, push_together, send
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from hfshard.format.digests import Checksum
+from hfshard.format.index import Checksum
+from hfshard.hub.directory.directory_hub import absolute_repo_id
 from hfshard.hub.push_files import PushOptions
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions

@@ -14,7 +14,7 @@ from torch.optim import LBFGS
 
 from hfshard._util.call_ranks import Session
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
-from hfshard.format.digests import sha256_of
+from hfshard.format.index import sha256_of
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.tensors.stored_tensor import iter_blocks
 from hfshard.training.run_ranks import reject_other_parts, stage_digest

@@ -11,7 +11,7 @@ import torch
 from hfshard._util.call_ranks import Session
 from hfshard.distributed.rendezvous import session
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import sha256_of
+from hfshard.format.index import sha256_of
 from hfshard.places.place import place_to_save
 from hfshard.tensors.state_dict import collect_state_dict
 from hfshard.training.state.training_state import TrainingState

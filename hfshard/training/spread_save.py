@@ -23,9 +23,8 @@ from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, no_b
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
-from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
-from hfshard.format.index import FileDigest
+from hfshard.format.index import Checksum, FileDigest
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store

@@ -16,10 +16,10 @@ from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Verify, tensor_digest
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.format.index import Verify, tensor_digest
 from hfshard.places.place import place_to_load
 from hfshard.viewing.adapter_merge import AdapterMerge, plan_merge
 from hfshard.viewing.diff_tensors import ComparedTensor, Side, TensorPair, pair_by_contents, pair_by_name, side_of

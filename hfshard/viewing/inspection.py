@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.hub_marker import split_address
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.index import FileDigest
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.hub.directory.directory_hub import split_address
 from hfshard.places.place import place_to_load, place_to_save
 from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.shards.shard import SafetensorsShard

@@ -25,6 +25,7 @@ from hfshard.training.run.manifest import (
     MetricMode,
     RunCheckpoint,
     best_of,
+    folder_at,
     is_own_name,
 )
 from hfshard.training.state.collect_state import STATE_BASE
@@ -127,7 +128,7 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
     Raises:
         CheckpointNotFoundError: There are no checkpoints, or `root` is a single checkpoint.
     """
-    if is_checkpoint(root):
+    if is_checkpoint(folder_at(root)):
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
-from hfshard._util.text import parse_size, printable
+from hfshard._util.arguments import absolute_path, checked_path_text, parse_size, wraps_os_errors
+from hfshard._util.text import printable
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_check, place_to_load
 from hfshard.training.run.find_checkpoint import as_problems, is_run, live_problems
 from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint, folder_at, read_manifest
@@ -193,7 +193,7 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
     at = place_to_load(place)
     if at.is_read_from_disk and not os.path.isdir(os.path.expanduser(checked_path_text(place))):
         return None
-    return at.address if is_run(at.address) else None
+    return at.address if is_run(folder_at(at.address)) else None
 
 
 def page_of_run(

@@ -14,7 +14,7 @@ import torch
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.viewing.diff_tensors import ComparedTensor, side_of
 from hfshard.viewing.inspection import open_for_viewing
 

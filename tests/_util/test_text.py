@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard._util.text import count_of, describe_error, printable, shorten_list, without_url_secrets
+from hfshard._util.text import count_of, describe_error, format_size, printable, shorten_list, without_url_secrets
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,31 @@ def test_an_error_that_says_nothing_is_known_by_its_class_alone() -> None:
 )
 def test_users_and_queries_of_urls_are_left_out(text: str, shown: str) -> None:
     assert without_url_secrets(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (999, "999 B"),
+        (1000, "1.0 KB"),
+        (1049, "1.0 KB"),
+        (1051, "1.1 KB"),
+        (99_949, "99.9 KB"),
+        (999_949, "999.9 KB"),
+        (999_950, "1.0 MB"),
+        (999_999, "1.0 MB"),
+        (46_881_792, "46.9 MB"),
+        (90_868_376, "90.9 MB"),
+        (1_500_000_000, "1.5 GB"),
+        (5_368_709_120, "5.4 GB"),
+        (2_000_000_000_000, "2.0 TB"),
+        (3_000_000_000_000_000, "3.0 PB"),
+        (4_000_000_000_000_000_000, "4000.0 PB"),
+        (-5, "-5 B"),
+        (-1500, "-1.5 KB"),
+    ],
+)
+def test_format_size_is_short_and_in_powers_of_1000(size_bytes: int, text: str) -> None:
+    assert format_size(size_bytes) == text

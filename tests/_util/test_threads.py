@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import ContextVar
 from functools import partial
 from types import FrameType
 
@@ -19,6 +20,7 @@ import torch
 
 from hfshard._util.threads import (
     LendingLock,
+    bound,
     result_unless_cancelled,
     run_in_threads,
     sleep_unless_cancelled,
@@ -303,3 +305,15 @@ def test_who_waits_for_a_lock_keeps_nothing_of_other_threads() -> None:
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+def test_the_value_before_is_back_after_the_block_and_after_an_error() -> None:
+    variable: ContextVar[str | None] = ContextVar("variable", default=None)
+
+    with bound(variable, "outer"):
+        with pytest.raises(KeyError), bound(variable, "inner"):
+            assert variable.get() == "inner"
+            raise KeyError
+        assert variable.get() == "outer"
+
+    assert variable.get() is None

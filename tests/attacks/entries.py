@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import hfshard
 from hfshard.cli.main import main
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from tests.attacks.target import TinyConfig, TinyGenerating, TinyModule, TinyPretrained, same, truth
 from tests.attacks.watch import where
 

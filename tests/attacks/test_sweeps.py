@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from tests.attacks.files import bases, raw
 from tests.attacks.target import same, truth
 

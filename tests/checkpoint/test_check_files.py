@@ -16,8 +16,7 @@ from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, check
 from hfshard.checkpoint.folder import Folder, LocalFolder, Traits
 from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError
-from hfshard.format.digests import sha256_of
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from tests.stores.saving.memory_store import MemoryStore
 
 CONFIG = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)

@@ -6,10 +6,11 @@ import ctypes
 import errno
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 
-from hfshard.disk.direct_io import HUGE_PAGE_BYTES, aligned_block, aligned_blocks
+from hfshard.disk.direct_io import HUGE_PAGE_BYTES, aligned_block, aligned_blocks, is_networked
 
 
 def address(block: memoryview) -> int:
@@ -58,3 +59,8 @@ def test_without_huge_pages_there_is_memory_too(
     block[:] = bytes([7]) * len(block)
     assert address(block) % mmap.PAGESIZE == 0 and set(block) == {7}
     assert not recwarn.list
+
+
+def test_a_local_disk_is_not_taken_for_a_remote_one(tmp_path: Path) -> None:
+    assert not is_networked(tmp_path.stat().st_dev)
+    assert not is_networked(os.makedev(4095, 1))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.shards.read_tensors import ReadMode
 from tests.distributed.gloo import check_ranks
 from tests.distributed.test_save_on_ranks_costs import number_in

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from hfshard.distributed.group_store import TimeoutStore
 from hfshard.distributed.rendezvous import GroupSession
 from hfshard.distributed.save_on_ranks import SaveOutcome
-from hfshard.format.digests import sha256_of
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from tests.distributed.gloo import check_ranks, free_port
 
 TENSORS = 20_000

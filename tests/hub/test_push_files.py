@@ -15,7 +15,7 @@ import hfshard
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import IntegrityError
-from hfshard.format.digests import Checksum, sha256_of
+from hfshard.format.index import Checksum, sha256_of
 from hfshard.hub.push_files import (
     DirectoryFiles,
     collect_push_contents,

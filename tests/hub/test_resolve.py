@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hfshard.hub.resolve import CheckpointQuery, companion_files
+from hfshard.checkpoint.locate import CheckpointQuery
+from hfshard.hub.resolve import companion_files
 
 pytestmark = pytest.mark.compat
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-from hfshard._util.addresses import reject_hub_arguments
+from hfshard._util.arguments import reject_hub_arguments
 from hfshard.checkpoint.folder import Folder
-from hfshard.checkpoint.locate import is_weights_name
+from hfshard.checkpoint.locate import CheckpointQuery, is_weights_name
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.checkpoint.verifier import verify_directory
@@ -21,7 +21,6 @@ from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import Kind, ResolvedSource, SavePlace
 from hfshard.places.store_mirror import SmallFilesMirror
 from hfshard.removal.removal_plan import (

@@ -10,9 +10,9 @@ import torch
 
 import hfshard
 from hfshard.checkpoint.folder import LocalFolder
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import CheckpointNotFoundError, HubNotFoundError, InvalidArgumentError, InvalidPathError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import (
     DirectoryHubPlace,
     DirectoryPlace,

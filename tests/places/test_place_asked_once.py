@@ -24,10 +24,9 @@ KINDS = frozenset(
 
 # Files that ask -> why.
 ASK = {
-    "_util/addresses.py": "defines the form of an address",
-    "_util/arguments.py": "an address needs no working directory",
-    "commit/hub_marker.py": "defines what a hub is, and the form of a repo_id",
-    "hub/directory/directory_hub.py": "opens, or creates, the hub that a repo_id names",
+    "_util/arguments.py": "defines the form of an address, which needs no working directory",
+    "commit/directory_state.py": "defines what a hub is, where nothing is saved",
+    "hub/directory/directory_hub.py": "opens, checks, or creates, the hub that a repo_id names, and defines its form",
     "places/place.py": "has the table",
     "cli/main.py": "expands `~` in the argument of a command",
     "models/small_saves.py": "stands in for transformers' functions, whose other arguments are none of its business",

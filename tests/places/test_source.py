@@ -9,9 +9,9 @@ import torch
 
 import hfshard
 from hfshard.checkpoint.folder import LocalFolder
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource
 from tests.stores.saving.memory_store import MemoryStore

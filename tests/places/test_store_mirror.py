@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.store_mirror import SmallFilesMirror, locate_in_store
 from tests.stores.saving.memory_store import MemoryStore
 

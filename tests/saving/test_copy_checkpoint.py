@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, SaveDirectoryError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushContents
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import DirectoryPlace
 from hfshard.saving.copy_checkpoint import copy_checkpoint, listed, without_marks
 from tests.hub.models import files_of

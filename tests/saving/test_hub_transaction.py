@@ -8,8 +8,8 @@ import pytest
 
 import hfshard
 from hfshard.disk.byte_source import ByteSource
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.index import sha256_of
 from hfshard.hub.push_files import PushOptions
 from hfshard.hub.repo import PushResult
 from hfshard.places.source import CheckpointSource

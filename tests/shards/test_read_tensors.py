@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 import hfshard
 from hfshard.disk.direct_io import is_cached
-from hfshard.disk.fsops import is_networked
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.shards import read_tensors
 from hfshard.shards.read_tensors import check_read_mode, read_from, start_read_ahead, stretches_of
@@ -227,8 +226,3 @@ def test_a_mode_that_means_nothing_is_refused(tmp_path: Path) -> None:
         hfshard.load_state_dict(tmp_path, read="mmap", disable_mmap=True)
     assert check_read_mode("auto", disable_mmap=True) == "pread"
     assert check_read_mode("auto", disable_mmap=False) == "auto"
-
-
-def test_a_local_disk_is_not_taken_for_a_remote_one(tmp_path: Path) -> None:
-    assert not is_networked(tmp_path.stat().st_dev)
-    assert not is_networked(os.makedev(4095, 1))

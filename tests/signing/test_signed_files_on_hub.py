@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import hfshard
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.constants import MAX_COMPANION_BYTES
-from hfshard.hub.resolve import CheckpointQuery, files_to_compare
+from hfshard.hub.resolve import files_to_compare
 from tests.helpers.tiny_bert import SHARDED, bert
 from tests.hub.pull.pull_hub import PullHub
 from tests.hub.server_fixture import hub_fixtures, new_repo_id

@@ -61,10 +61,9 @@ def test_a_missing_file_or_a_directory_is_an_error_that_names_the_argument(key: 
         assert str(raised.value).startswith(f"{name}: {what}")
 
 
-def test_a_public_key_argument_is_a_path_a_signer_or_nothing(key: str) -> None:
+def test_a_public_key_argument_is_a_path_or_a_signer(key: str) -> None:
     signer = SignedBy(identity="me", oidc_issuer="https://issuer")
 
-    assert SignedBy.of(None) is None
     assert SignedBy.of(signer) is signer
     assert SignedBy.of(Path("key.pub")) == SignedBy(public_key=key)
     wrong: Any = b"-----BEGIN PUBLIC KEY-----"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.tensors.state_dict import assign
+from hfshard.tensors.state_dict import assign, may_be_divided
 
 
 class Telling(nn.Module):
@@ -91,3 +91,19 @@ def test_what_stays_on_the_meta_device_is_not_called_loaded() -> None:
 
     assign(model.to_empty(device="cpu"), stored)
     assert doubled.weight.tolist() == [3.0, 4.0]
+
+
+def test_a_module_is_divided_only_if_a_library_has_marked_a_parameter_or_taken_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    assert not may_be_divided(model)
+
+    marked: Any = model[1].weight
+    for mark in ("ds_id", "_fsdp_flattened"):  # DeepSpeed's, FSDP1's
+        setattr(marked, mark, 1)
+        assert may_be_divided(model)
+        delattr(marked, mark)
+    assert not may_be_divided(model)
+
+    parameters: dict[str, Any] = model[0]._parameters
+    parameters["weight"] = torch.zeros(2, 2)  # a view of a flat parameter, during a pass of FSDP1
+    assert may_be_divided(model)

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.stored_tensor import bytes_view, check_storable, device_blocks, iter_blocks, small_bytes
+from hfshard.tensors.stored_tensor import (
+    bytes_view,
+    check_storable,
+    device_blocks,
+    is_complete_tensor,
+    iter_blocks,
+    small_bytes,
+)
 
 BASE = torch.arange(5000, dtype=torch.int32)
 
@@ -97,3 +104,13 @@ def test_what_memory_does_not_hold_as_it_is_stored_is_not_copied(tensor: torch.T
 def test_a_packed_dtype_is_refused_as_such_not_as_freed_memory() -> None:
     with pytest.raises(UnstorableTensorError, match=r"Cannot store 'w': the format has no dtype torch\.quint4x2"):
         check_storable("w", torch.empty(4, dtype=torch.quint4x2))
+
+
+def test_a_tensor_is_complete_unless_another_library_may_have_its_elements() -> None:
+    marked = torch.ones(2)
+    marked.ds_id = 1  # type: ignore[attr-defined]
+
+    complete = [torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2, device="meta"), torch.ones(())]
+    others = [torch.empty(0), marked, torch.ones(2).as_subclass(torch.nn.Buffer), "text", None]
+    assert [is_complete_tensor(value) for value in complete] == [True] * 4
+    assert [is_complete_tensor(value) for value in others] == [False] * 5

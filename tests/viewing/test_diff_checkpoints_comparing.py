@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from safetensors.torch import save_file
 
 import hfshard
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.viewing.results import ValueDiff
 from tests.helpers.random_state_dicts import DTYPES, random_tensor, state_dicts
 from tests.helpers.tensor_bytes import bytes_of

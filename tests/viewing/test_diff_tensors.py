@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import hfshard
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.viewing.diff_tensors import Side, pair_by_contents, pair_by_name, side_of
 from hfshard.viewing.inspection import open_for_viewing
 from hfshard.viewing.results import TensorEntry

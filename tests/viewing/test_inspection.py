@@ -12,8 +12,8 @@ from torch import nn
 
 import hfshard
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.inspection import OpenRequest, inspect_checkpoint, open_with_one_key
 from hfshard.viewing.results import DtypeEntry, TensorEntry

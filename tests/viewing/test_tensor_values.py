@@ -10,8 +10,8 @@ import torch
 
 import hfshard
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.errors import IntegrityError
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.viewing.tensor_values import MeasuredValues, measure_values
 from tests.helpers.memory import MIB, peak_during
 

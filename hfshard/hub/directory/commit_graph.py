@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from hfshard._util.text import shorten_list
-from hfshard.commit.hub_marker import STAGING
 from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import (
@@ -25,6 +24,10 @@ from hfshard.errors import (
 )
 from hfshard.format.strict_json import dump_json, parse_json_object
 from hfshard.hub.repo import MAIN, REF_FOLDERS, RefKind, RemoteFile, full_name, is_commit_id, ref_kind, short_name
+
+STAGING: Final = ".staging"
+"""Folder of a hub for files that are not complete yet."""
+
 
 COMMITS: Final = "commits"
 SNAPSHOTS: Final = "snapshots"

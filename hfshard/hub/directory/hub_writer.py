@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from hfshard.commit.hub_marker import STAGING
 from hfshard.disk.fsops import (
     UNSUPPORTED,
     locked_directory,
@@ -34,6 +33,7 @@ from hfshard.hub.directory.commit_graph import (
     DELETED,
     NEW_COMMIT,
     SNAPSHOTS,
+    STAGING,
     CommitManifest,
     all_refs,
     commit_id,

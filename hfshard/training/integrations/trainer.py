@@ -23,12 +23,12 @@ from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.training_args import ParallelMode
 
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.commit.hub_marker import split_address
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.distributed.load_on_ranks import has_spread_state, load_into_spread_module
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError, StateDictMismatchError
+from hfshard.hub.directory.directory_hub import split_address
 from hfshard.hub.repo import RepoTree
-from hfshard.hub.resolve import CheckpointQuery
 from hfshard.load import load_model
 from hfshard.places.place import place_to_check, place_to_load, place_to_push, place_to_save
 from hfshard.places.source import CheckpointSource

@@ -15,8 +15,8 @@ from hfshard._util.arguments import wraps_os_errors
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.foreign.find_foreign import open_foreign_run
-from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.index import Checksum
 from hfshard.pickles.plain_values import NotStored
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import request_from_state_dict

@@ -15,7 +15,7 @@ from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, reject_links_to_outside
-from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError, repair_hint
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError
 from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.format.strict_json import parse_json_object
 from hfshard.pickles.pickle_file import PickleFile
@@ -233,7 +233,7 @@ class ForeignDirectory:
             return None
         path = os.path.join(self.path, name)
         raw, self.files[path] = read_small(path, self.path, MAX_INDEX_BYTES)
-        return parse_json_object(raw, path=path, what="Training state", remedy=repair_hint(path), takes_constants=True)
+        return parse_json_object(raw, path=path, what="Training state", takes_constants=True)
 
     def companions(self, but: Collection[str]) -> dict[str, bytes]:
         """Read the small files next to the weights, such as config.json and the tokenizer's; only for a conversion.

@@ -17,8 +17,8 @@ from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.index import Verify
 from hfshard.format.strict_json import parse_json_object
 from hfshard.training.pipeline_stages import StageNames
 from hfshard.training.restoring.part_planner import (

@@ -13,9 +13,9 @@ from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import Problem, VerifyReport
-from hfshard.commit.hub_marker import absolute_repo_id, split_address
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
@@ -28,7 +28,8 @@ from hfshard.errors import (
 )
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.format.parts_of_ranks import describe_parts_in
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
+from hfshard.hub.directory.directory_hub import absolute_repo_id, split_address
+from hfshard.hub.resolve import ResolvedCheckpoint
 from hfshard.places.place import (
     DirectoryPlace,
     SavePlace,
@@ -50,7 +51,7 @@ from hfshard.training.run.manifest import (
     folder_at,
     read_manifest,
 )
-from hfshard.training.run.run_directory import RunDirectory
+from hfshard.training.run.run_directory import REPLACED, RunDirectory
 from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.run.run_store import RunStore
 from hfshard.training.state.collect_state import PARTS
@@ -470,15 +471,17 @@ def _in(directory: str) -> RunCheckpoint:
 # Reports of training checkpoints: every file that the manifest names, not only the model's.
 
 
-def is_checkpoint(place: str) -> bool:
-    """Return whether a directory or an address is, or was, that of a training checkpoint."""
-    return folder_at(place).has_any((MANIFEST, TRAINING_STATE))
+def is_checkpoint(folder: Folder) -> bool:
+    """Return whether a folder, as `folder_at` returns it, is, or was, that of a training checkpoint."""
+    return folder.has_any((MANIFEST, TRAINING_STATE))
 
 
-def is_run(place: str) -> bool:
-    """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
-    is_wanted = may_be_run(place) and not is_checkpoint(place)
-    return is_wanted and any(is_checkpoint(one.path) for one in open_run(place).checkpoints())
+def is_run(folder: Folder) -> bool:
+    """Return whether a folder is that of a run with a training checkpoint, not of a checkpoint."""
+    names = folder.folders()
+    if not any(CHECKPOINT.fullmatch(name) or REPLACED.fullmatch(name) for name in names) or is_checkpoint(folder):
+        return False
+    return any(is_checkpoint(one.folder()) for one in open_run(folder.path).checkpoints())
 
 
 def may_be_run(place: str) -> bool:

@@ -14,9 +14,8 @@ from typing import Final, Literal, TypeGuard
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError, InvalidArgumentError, MissingShardError
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import WeightNames, check_file_name
-from hfshard.format.index import FileDigest, parse_file_digest
+from hfshard.format.index import FileDigest, parse_file_digest, sha256_of
 from hfshard.format.stored_save import SaveId
 from hfshard.format.strict_json import dump_json, padded_json, parse_json_object
 from hfshard.places.place import place_to_save

@@ -15,7 +15,6 @@ from hfshard._util.progress import byte_progress
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
-from hfshard.commit.hub_marker import split_address
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import (
@@ -25,11 +24,10 @@ from hfshard.errors import (
     InvalidArgumentError,
     UnsafePathError,
 )
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.format.index import FileDigest
-from hfshard.hub.open_hub import open_hub
-from hfshard.hub.push_files import PushOptions, PushRequest
+from hfshard.format.index import FileDigest, sha256_of
+from hfshard.hub.directory.directory_hub import split_address
+from hfshard.hub.push_files import PushOptions, PushRequest, open_hub
 from hfshard.places.place import place_to_push
 from hfshard.training.run.background import Background, ForkSafe
 from hfshard.training.run.find_checkpoint import checkpoint_of_step

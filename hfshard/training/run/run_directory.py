@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard.checkpoint.folder import Folder, LocalFolder
-from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.commit.transaction import JobsOf, KnownFile
 from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
 from hfshard.disk.fsops import (
@@ -49,7 +49,7 @@ from hfshard.training.run.run_storage import RunSave
 logger = logging.getLogger(__name__)
 
 _WRITING: Final = re.compile(r"\.tmp-(\d+)-(\d+)")
-_REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
+REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
 """A checkpoint that another save of the same step is replacing; it counts until the new one is in place."""
 _REMOVED: Final = re.compile(r"\.removed-(\d+)-(\d+)")
 
@@ -78,7 +78,7 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
 
 
 def _names_in(root: str) -> list[str]:
-    return sorted(name for name in list_run_directory(root) if CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
+    return sorted(name for name in list_run_directory(root) if CHECKPOINT.fullmatch(name) or REPLACED.fullmatch(name))
 
 
 def _step_directories(root: str, names: list[str], gone: list[str]) -> Iterator[tuple[str, int]]:
@@ -97,7 +97,7 @@ def _step_directories(root: str, names: list[str], gone: list[str]) -> Iterator[
             if _is_directory(root, name, gone):
                 yield name, step
     for name in names:
-        match = _REPLACED.fullmatch(name)
+        match = REPLACED.fullmatch(name)
         if match is not None and (step := int(match[1])) not in steps and _is_directory(root, name, gone):
             yield name, step
     for name in names:
@@ -131,7 +131,7 @@ def clean_up_run(root: str) -> None:
     for name in leftovers_in(root)[0]:
         path = os.path.join(root, name)
         logger.info("Removing '%s', left by a killed save.", path)
-        if (replaced := _REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
+        if (replaced := REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
             _remove(path, root, int(replaced[1]))
         else:
             _remove_tree(path)
@@ -152,7 +152,7 @@ def _remove_marks(root: str) -> None:
 def leftovers_in(root: str) -> tuple[list[str], list[str]]:
     """Name the leftovers of killed saves in a run: folders that `clean_up_run` removes, and those that it restores."""
     put_back = [os.path.basename(one.path) for one in _moved_aside(root)]
-    patterns = (_WRITING, _REPLACED, _REMOVED)
+    patterns = (_WRITING, REPLACED, _REMOVED)
     left = [name for name in sorted(os.listdir(root)) if any(pattern.fullmatch(name) for pattern in patterns)]
     return [name for name in left if name not in put_back], put_back
 
@@ -161,7 +161,7 @@ def _moved_aside(root: str) -> list[RunCheckpoint]:
     """Find the checkpoints that nothing has replaced yet; of several of one step, the one that was saved last."""
     aside: dict[int, RunCheckpoint] = {}
     for one in checkpoints_in(root):
-        if _REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(checkpoint_path(root, one.step)):
+        if REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(checkpoint_path(root, one.step)):
             aside.setdefault(one.step, one)
     return list(aside.values())
 
@@ -193,7 +193,7 @@ def put_in_place(written: str, root: str, step: int) -> str:
 def remove_step_directory(checkpoint: RunCheckpoint, root: str) -> None:
     """Remove a checkpoint: first by one rename, then its files. What cannot be removed is logged as a warning."""
     for name in _names_in(root):  # what it replaced must not come back in its place
-        replaced = _REPLACED.fullmatch(name)
+        replaced = REPLACED.fullmatch(name)
         if replaced is not None and int(replaced[1]) == checkpoint.step:
             _remove(os.path.join(root, name), root, checkpoint.step)
     _remove(checkpoint.path, root, checkpoint.step)

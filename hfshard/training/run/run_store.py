@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final
 
-from hfshard._util.addresses import parse_address
+from hfshard._util.arguments import parse_address
 from hfshard._util.threads import delay_interrupt
 from hfshard.commit import store_plan
 from hfshard.commit.store_commit import SaveObjects, delete_or_warn, overtaken, put_copies, settle_copies, with_index

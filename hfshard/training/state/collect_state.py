@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.index import Checksum
 from hfshard.format.strict_json import padded_json
-from hfshard.models.model_kinds import is_pretrained, request_from_model
 from hfshard.models.module_weights import whole_tensors
-from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
+from hfshard.models.patching import is_pretrained
+from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module, request_from_state_dict
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import collect_state_dict, has_parts, has_spread, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
@@ -249,6 +250,22 @@ def _model_request(model: torch.nn.Module, options: SaveOptions, components: Com
         own = {name: value for name, value in components.model.items() if isinstance(value, torch.Tensor)}
     request = request_from_model(model, own, options)
     return replace(request, separate_names=_frozen(model, request))
+
+
+def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
+    """Build the request to save a model; for a transformers model, with its config, generation config and custom code.
+
+    Args:
+        model: The model; wrappers around it are removed.
+        state_dict: Tensors to save instead of the model's own; not mutated.
+        options: How to save.
+    """
+    model = unwrap(model)
+    if not is_pretrained(model):
+        return request_from_module(model, state_dict, options)
+    from hfshard.models.collect import request_from_pretrained
+
+    return request_from_pretrained(model, state_dict, options)  # type: ignore[arg-type]
 
 
 def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from hfshard.format.digests import sha256_of
+from hfshard.format.index import sha256_of
 from hfshard.tensors.flat_tensor import FlatTensor
 from hfshard.tensors.fsdp1 import FlatMember, FlatParameter, flat_parameters
 from hfshard.training.state.optimizer import with_groups

@@ -18,10 +18,10 @@ from torch import nn
 import hfshard
 from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CheckpointChangedError
-from hfshard.format.digests import Verify
-from hfshard.hub.resolve import CheckpointQuery
+from hfshard.format.index import Verify
 from hfshard.places import store_files, store_mirror
 from hfshard.places.source import CheckpointSource, use_checkpoint
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict

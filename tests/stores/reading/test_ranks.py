@@ -13,7 +13,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointChangedError, IntegrityError, RankFailedError
-from hfshard.format.digests import Verify
+from hfshard.format.index import Verify
 from hfshard.places import place as places
 from hfshard.places import store_mirror
 from tests.distributed.gloo import check_ranks

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
 
-from hfshard._util.addresses import StoreAddress
+from hfshard._util.arguments import StoreAddress
 from hfshard.errors import CheckpointChangedError, StoreError
 from hfshard.stores.store import StoredObject
 

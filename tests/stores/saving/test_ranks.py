@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard._util.addresses import parse_address
+from hfshard._util.arguments import parse_address
 from hfshard.stores.open_store import open_store
 from tests.distributed.gloo import check_ranks
 from tests.distributed.test_save_on_ranks_faults import fail_in_turn, rows, save

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hfshard._util import threads
-from hfshard._util.addresses import StoreAddress
+from hfshard._util.arguments import StoreAddress
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder
 from hfshard.commit import store_plan

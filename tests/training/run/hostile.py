@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hfshard.format.digests import sha256_of
+from hfshard.format.index import sha256_of
 from hfshard.format.strict_json import dump_json
 
 TRAINING_STATE, MANIFEST = "training_state.json", "checkpoint.json"

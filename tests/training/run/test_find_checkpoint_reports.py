@@ -12,6 +12,7 @@ from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.find_checkpoint import as_problems, is_checkpoint, is_run, report_of, reports_of_run
+from hfshard.training.run.manifest import folder_at
 
 
 def save(root: Path, *steps: int, max_shard_size: int | str = "1GB") -> Path:
@@ -91,8 +92,8 @@ def test_a_run_is_told_from_its_checkpoints_and_from_other_folders(tmp_path: Pat
     (checkpoint / "checkpoint.json").unlink()  # its training_state.json says enough
 
     places = [tmp_path / "run", checkpoint, tmp_path / "empty", tmp_path / "missing"]
-    assert [is_run(str(one)) for one in places] == [True, False, False, False]
-    assert [is_checkpoint(str(one)) for one in places] == [False, True, False, False]
+    assert [is_run(folder_at(str(one))) for one in places] == [True, False, False, False]
+    assert [is_checkpoint(folder_at(str(one))) for one in places] == [False, True, False, False]
 
 
 def test_checkpoints_are_reported_as_they_were_saved_and_the_unknown_last(tmp_path: Path) -> None:

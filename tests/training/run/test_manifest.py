@@ -12,8 +12,7 @@ import pytest
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, UnsafePathError
-from hfshard.format.digests import sha256_of
-from hfshard.format.index import FileDigest
+from hfshard.format.index import FileDigest, sha256_of
 from hfshard.format.strict_json import dump_json
 from hfshard.training.run.manifest import CheckpointManifest, plain_metrics, read_manifest, small_record
 

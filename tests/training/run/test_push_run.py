@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hfshard.format.digests import sha256_of
+from hfshard.format.index import sha256_of
 from hfshard.format.strict_json import dump_json
 from tests.hub.models import contents
 from tests.servers.hub.hub_server import Fault

@@ -21,7 +21,7 @@ from hfshard.errors import (
     HubNotFoundError,
     InvalidArgumentError,
 )
-from hfshard.format.digests import Checksum
+from hfshard.format.index import Checksum
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.repo import PushResult
 from hfshard.training import CheckpointManager, TrainingState

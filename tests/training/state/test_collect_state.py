@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 from hfshard.errors import UnstorableTensorError
+from hfshard.saving.save_request import SaveOptions
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training.state.collect_state import request_from_model
 from tests.training.ingredients import Keeps
 
 
@@ -78,3 +81,35 @@ def test_frozen_weights_between_trained_ones_have_files_of_their_own_that_are_li
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     # The trained ones come first, and the frozen ones lie in the other file.
     assert [(first / name).stat().st_ino == (second / name).stat().st_ino for name in names] == [False, True]
+
+
+CONFIG = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=10)
+
+
+class Net(nn.Module):
+    """A module of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "has_config"), [(Net(), False), (BertModel(CONFIG), True)], ids=["plain", "pretrained"]
+)
+def test_a_request_is_for_the_model_inside_its_wrappers(model: nn.Module, has_config: bool) -> None:
+    wrapped = nn.DataParallel(nn.DataParallel(model))
+
+    request = request_from_model(wrapped, None, SaveOptions())
+
+    assert set(request.tensors) == set(model.state_dict())
+    assert (request.config is not None) is has_config
+
+
+def test_tensors_that_are_given_are_saved_instead_and_stay_as_they_are() -> None:
+    given: dict[str, Any] = {"layer.bias": torch.ones(2)}
+
+    request = request_from_model(Net(), given, SaveOptions())
+
+    assert list(request.tensors) == list(given) == ["layer.bias"]
+    assert request.tensors["layer.bias"] is given["layer.bias"]

@@ -9,14 +9,14 @@ import transformers
 from torch import nn
 
 import hfshard
-from hfshard._util.addresses import (
+from hfshard._util.arguments import (
     StoreAddress,
+    absolute_path,
     is_meant_as_address,
     is_store_address,
     parse_address,
     reject_hub_arguments,
 )
-from hfshard._util.arguments import absolute_path
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 
 

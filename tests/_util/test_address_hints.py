@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 import hfshard
-from hfshard._util.addresses import check_slashes, suggest_address
-from hfshard._util.arguments import absolute_path
+from hfshard._util.address_hints import suggest_address
+from hfshard._util.arguments import absolute_path, check_slashes
 from hfshard.cli.main import main
 from hfshard.errors import InvalidPathError
 

@@ -9,7 +9,7 @@ import pytest
 
 from hfshard.errors import InvalidArgumentError, UnknownArgumentError
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.models.save_arguments import take_repo_id, without_defaults
+from hfshard.models.module_weights import take_repo_id, without_defaults
 from tests.helpers.tiny_bert import bert
 from tests.models.nets import ours
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hfshard._util.text import format_size, parse_size
+from hfshard._util.arguments import parse_size
 from hfshard.errors import HfshardError, InvalidSizeError, InvalidSizeTypeError
 
 
@@ -218,34 +218,6 @@ def _assert_helpful(message: str, size: object) -> None:
 
 def test_table_is_as_long_as_promised() -> None:
     assert len(GOOD) + len(BAD_VALUES) + len(BAD_TYPES) >= 120
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1, "1 B"),
-        (999, "999 B"),
-        (1000, "1.0 KB"),
-        (1049, "1.0 KB"),
-        (1051, "1.1 KB"),
-        (99_949, "99.9 KB"),
-        (999_949, "999.9 KB"),
-        (999_950, "1.0 MB"),
-        (999_999, "1.0 MB"),
-        (46_881_792, "46.9 MB"),
-        (90_868_376, "90.9 MB"),
-        (1_500_000_000, "1.5 GB"),
-        (5_368_709_120, "5.4 GB"),
-        (2_000_000_000_000, "2.0 TB"),
-        (3_000_000_000_000_000, "3.0 PB"),
-        (4_000_000_000_000_000_000, "4000.0 PB"),
-        (-5, "-5 B"),
-        (-1500, "-1.5 KB"),
-    ],
-)
-def test_format_size_is_short_and_in_powers_of_1000(size_bytes: int, text: str) -> None:
-    assert format_size(size_bytes) == text
 
 
 @pytest.mark.parametrize("size", ["5GiBs", "", "0GB", -1, 0, True, 1.5, None, b"5GB"], ids=_short)

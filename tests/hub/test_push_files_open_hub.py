@@ -8,7 +8,7 @@ import pytest
 
 from hfshard.errors import HubError, InvalidArgumentError
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.hub.open_hub import open_hub
+from hfshard.hub.push_files import open_hub
 
 
 def test_a_directory_that_is_missing_becomes_a_hub_and_is_opened_again(tmp_path: Path) -> None:

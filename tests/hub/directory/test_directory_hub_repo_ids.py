@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import hfshard
-from hfshard.commit.hub_marker import hub_directory, split_address
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub, hub_directory, split_address
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
 
 import hfshard
-from hfshard.models.model_kinds import (
-    is_plain_class,
-    is_pretrained,
-    is_pretrained_class,
-    request_from_model,
-    without_mixin,
-)
-from hfshard.saving.save_request import SaveOptions
+from hfshard.models.patching import is_plain_class, is_pretrained, is_pretrained_class
+from hfshard.models.transformers_methods import without_mixin
 
 CONFIG = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=10)
 
@@ -72,25 +63,6 @@ def test_methods_behind_the_mixin_are_bound_to_the_model() -> None:
 
     assert list(without_mixin(model).state_dict()) == ["layer.weight", "layer.bias"]
     assert without_mixin(Bert).save_pretrained is PreTrainedModel.save_pretrained
-
-
-@pytest.mark.parametrize(("model", "has_config"), [(Net(), False), (Bert(CONFIG), True)], ids=["plain", "pretrained"])
-def test_a_request_is_for_the_model_inside_its_wrappers(model: nn.Module, has_config: bool) -> None:
-    wrapped = nn.DataParallel(nn.DataParallel(model))
-
-    request = request_from_model(wrapped, None, SaveOptions())
-
-    assert set(request.tensors) == set(model.state_dict())
-    assert (request.config is not None) is has_config
-
-
-def test_tensors_that_are_given_are_saved_instead_and_stay_as_they_are() -> None:
-    given: dict[str, Any] = {"layer.bias": torch.ones(2)}
-
-    request = request_from_model(Net(), given, SaveOptions())
-
-    assert list(request.tensors) == list(given) == ["layer.bias"]
-    assert request.tensors["layer.bias"] is given["layer.bias"]
 
 
 class Base(BertModel):

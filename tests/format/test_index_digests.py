@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.digests import (
+from hfshard.format.index import (
     HASHERS,
     check_checksum,
     check_verify_level,
