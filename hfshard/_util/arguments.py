@@ -12,6 +12,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from hfshard._util.address_hints import BUCKETS, suggest_address
 from hfshard._util.text import did_you_mean, without_url_secrets
+from hfshard.constants import HUB_MARKER
 from hfshard.errors import (
     AccessDeniedError,
     FileError,
@@ -204,6 +205,11 @@ class StoreAddress:
 def is_store_address(place: Any) -> bool:
     """Return whether something is text in the form of a store address, valid or not, and not a path or repo_id."""
     return isinstance(place, str) and _URL.match(place) is not None and not place.lower().startswith("file:")
+
+
+def has_hub_marker(directory: str) -> bool:
+    """Return whether a directory is a hub, and what a path to it names a repo."""
+    return os.path.isfile(os.path.join(directory, HUB_MARKER))
 
 
 def is_store_url(place: Any) -> bool:

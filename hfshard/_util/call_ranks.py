@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
 from typing import Any, Final, TypeVar
@@ -255,3 +255,13 @@ class Session:
     def finish(self, value: bytes = b"", *, timeout_seconds: float | None = None) -> bytes:
         """Publish the outcome, on the leader; wait for it, on the others."""
         return value
+
+
+@contextmanager
+def together_if(is_wanted: bool, meet: Callable[[], AbstractContextManager[Session]]) -> Iterator[Session]:
+    """Meet the other ranks of this call, where there are any and each has a part; else, yield a session of one."""
+    if not is_wanted or not has_other_ranks():
+        yield Session()
+        return
+    with meet() as ranks:
+        yield ranks

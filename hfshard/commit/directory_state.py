@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from hfshard._util.arguments import is_store_address
+from hfshard._util.arguments import has_hub_marker, is_store_address
 from hfshard.constants import (
     CONFIG_NAME,
-    HUB_MARKER,
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
     STAGING_DIRECTORY,
@@ -359,11 +358,6 @@ def _fingerprint(directory: str, name: str) -> str | None:
 
 
 # Directory hubs, into which only a push writes.
-
-
-def has_hub_marker(root: str) -> bool:
-    """Return whether a directory is a hub."""
-    return os.path.isfile(os.path.join(root, HUB_MARKER))
 
 
 def find_enclosing_hub(directory: str) -> str | None:

@@ -15,6 +15,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE
 from hfshard.disk.byte_source import ByteSource
+from hfshard.disk.direct_io import check_setting
 from hfshard.errors import HfshardError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, Checksum, FileDigest
@@ -159,6 +160,7 @@ class OwnShardWriter:
     verb = "Saving"
 
     def __init__(self, confirm: Callable[[], None] = lambda: None) -> None:
+        check_setting()  # raises where the environment asks for what there is not
         self._confirm = confirm
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:

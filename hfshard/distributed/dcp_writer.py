@@ -458,8 +458,9 @@ class StagedSave:
             name: RawTensor(layout, partial(_blocks, self.places, name, layout.nbytes))
             for name, layout in layouts.items()
         }
-        self._save = Save({MODEL_BASE: SaveRequest(tensors=tensors, options=options)}, _FilledFiles())
-        self._context = directory_transaction(directory, self._save.new, self._save.writer)
+        writer = _FilledFiles()
+        self._save = Save({MODEL_BASE: SaveRequest(tensors=tensors, options=options)}, writer)
+        self._context = directory_transaction(directory, self._save.new, writer)
         self._target = self._context.__enter__()
         try:
             self._save.prepare(self._target)

@@ -9,11 +9,11 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hfshard._util.call_ranks import Session, has_other_ranks
+from hfshard._util.call_ranks import Session
 from hfshard.distributed.rendezvous import session
 from hfshard.distributed.save_on_ranks import write_on_ranks
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
@@ -26,22 +26,15 @@ _CALL: Final = "push_to_hub"
 """The call that the ranks make together."""
 
 
-@contextmanager
-def push_together(*, is_collective: bool) -> Iterator[Session]:
+def push_together() -> AbstractContextManager[Session]:
     """Run one push by all ranks of the call's process group, or raise on all; the leader sends to the hub.
 
-    Args:
-        is_collective: Whether every rank makes the call, because it has a part of what is pushed; False: this rank
-            pushes alone.
+    Every rank makes the call, because it has a part of what is pushed.
 
     Raises:
         RankFailedError: Another rank failed, died, or did not come.
     """
-    if not is_collective or not has_other_ranks():
-        yield Session()
-        return
-    with session(_CALL, needs_all=True) as ranks:
-        yield ranks
+    return session(_CALL, needs_all=True)
 
 
 def agree_on_repo(ranks: Session, repo_id: str) -> None:

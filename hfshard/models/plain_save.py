@@ -16,6 +16,7 @@ from typing import Any, Final
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
+from hfshard._util.call_ranks import together_if
 from hfshard._util.threads import bound
 from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
@@ -302,7 +303,7 @@ def push_plain(
         UnknownArgumentError: A keyword argument is unknown.
         Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
-    with push_together(is_collective=isinstance(model, nn.Module) and is_spread(model)) as ranks:
+    with together_if(isinstance(model, nn.Module) and is_spread(model), push_together) as ranks:
         rest = dict(kwargs)
         extras = ModuleFiles.taken_from(rest)
         revision = _revision_of(pushing["revision"], rest.pop("branch", None))

@@ -130,7 +130,7 @@ class ModelPush:
 
     def _run(self, push: Callable[[], Sequence[PushResult]]) -> CommitInfo | PushResult | None:
         """Return what `push_to_hub` returns: for a repo of the Hub, what huggingface_hub's own would."""
-        results = send(self.ranks, push)
+        results = list(push()) if self.ranks.is_alone else send(self.ranks, push)
         if not results or place_to_push(self.repo_id).is_for_hfshard_only:
             return results[0] if results else None
         return CommitInfo(
@@ -162,7 +162,8 @@ def begin_push(
         InvalidArgumentError: The repo is not one, or another rank pushes to another repo.
     """
     name = absolute_repo_id(repo_id)
-    agree_on_repo(ranks, name)
+    if not ranks.is_alone:
+        agree_on_repo(ranks, name)
     return ModelPush(name, make_card, options, default_message, ranks)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.call_ranks import Session, has_other_ranks
+from hfshard._util.call_ranks import Session, has_other_ranks, together_if
 from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import push_together
@@ -201,7 +201,7 @@ def handle_save_pretrained(
     if push_to_hub:
         arguments = {**kwargs, "token": token, "progress": options.progress}
         is_shared = needs_all_ranks(request) or (state_dict is None and is_part_of_push(model))
-        with push_together(is_collective=is_shared) as ranks:
+        with together_if(is_shared, push_together) as ranks:
             _push_files(model, request, index, place, arguments, ranks)
     return index
 
@@ -277,7 +277,7 @@ def push_pretrained_model(
         UnknownArgumentError: A keyword argument is not one that older code passes.
         Everything that `push_files` and the model's `save_pretrained` raise.
     """
-    with push_together(is_collective=is_part_of_push(model)) as ranks:
+    with together_if(is_part_of_push(model), push_together) as ranks:
         check_push_arguments(dict(unknown), PUSH_ARGUMENTS)
         options = SaveOptions(**saving)
         push = _begin_push(model, repo_id, tags, PushOptions(**pushing), ranks)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from hfshard._util.arguments import (
     absolute_path,
     checked_path_text,
+    has_hub_marker,
     is_store_address,
     is_store_url,
     parse_address,
@@ -20,7 +21,6 @@ from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
 from hfshard.checkpoint.locate import CheckpointQuery, directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
-from hfshard.commit.directory_state import has_hub_marker
 from hfshard.errors import (
     CheckpointNotFoundError,
     HfshardError,

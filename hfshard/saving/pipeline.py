@@ -129,7 +129,7 @@ class Save:
 
         Args:
             requests: Base of the file names -> data and options; at least one.
-            writer: Writes the files; None: this process does.
+            writer: Writes the files; None: the place does.
             files: More small files.
 
         Raises:
@@ -138,7 +138,7 @@ class Save:
         """
         writer_threads()  # raises where the environment asks for more than there is
         self.requests = dict(requests)
-        self.writer = writer or OwnShardWriter()
+        self.writer = writer
         self.plans = {base: plan_request(request) for base, request in self.requests.items()}
         self._files = dict(files or {})
         self._indexes: dict[str, CheckpointIndex] = {}
@@ -218,7 +218,8 @@ class Save:
 
         def confirm() -> None:
             check()
-            self.writer.confirm()
+            if self.writer is not None:
+                self.writer.confirm()
 
         files = {
             self.requests[base].options.names.index: self._indexes[base].to_json()
@@ -249,8 +250,9 @@ def save_request(
     Raises:
         Everything that `hfshard.save_state_dict` raises.
     """
+    writer = writer or OwnShardWriter()
     save = Save({MODEL_BASE: request}, writer)
-    with place.transaction(save.new, save.writer) as target:
+    with place.transaction(save.new, writer) as target:
         is_new = save.into(target, check)
     index = save.index()
     if is_new:

@@ -17,7 +17,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
 from hfshard.disk.byte_source import SeekableReader
-from hfshard.disk.direct_io import BLOCK_BYTES, BlockWriter, check_setting
+from hfshard.disk.direct_io import BLOCK_BYTES, BlockWriter
 from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.header import build_header_from_entries, header_entries
@@ -103,7 +103,6 @@ def synchronize_devices(jobs: Sequence[WriteJob]) -> None:
 
 def writer_threads() -> int:
     """Return the most files to write at once."""
-    check_setting()
     wanted = os.environ.get(WRITERS_VARIABLE, "")
     if not wanted:
         return FILES_AT_ONCE

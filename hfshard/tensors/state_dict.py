@@ -127,7 +127,7 @@ def tied_parameter_names(model: nn.Module) -> list[list[str]]:
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
     model = unwrap(model)
     wrapped = wrapped_prefixes(model)
-    names = flat_parameter_names(model)
+    names = flat_parameter_names(model) if may_be_divided(model) else {}
     flattened = set(names)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in flattened:

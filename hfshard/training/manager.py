@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch.distributed as dist
 
 from hfshard._util.arguments import wraps_os_errors
-from hfshard._util.call_ranks import Session, among, check_process_group, has_other_ranks
+from hfshard._util.call_ranks import Session, among, check_process_group, has_other_ranks, together_if
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import agree_on_repo, push_together, send
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
@@ -401,7 +401,7 @@ class CheckpointManager(RunReader):
             with self._writer.kept(lambda: found_to_push(self._storage, step, self.best_step)) as found:
                 return push_all(found, place, options) if step == "all" else [push_found(found[0], place, options)]
 
-        with among(self.process_group), push_together(is_collective=True) as ranks:
+        with among(self.process_group), together_if(has_other_ranks(), push_together) as ranks:
             place = absolute_repo_id(repo_id)
             agree_on_repo(ranks, place)
             results = send(ranks, work)

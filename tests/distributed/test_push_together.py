@@ -47,7 +47,7 @@ def push(
         f"rows{number}": distribute_tensor(whole + number, mesh, [Shard(0)], src_data_rank=None) for number in range(2)
     }
     request = SaveRequest(tensors=rows | tensors, options=SaveOptions(max_shard_size=10_000))
-    with push_together(is_collective=True) as ranks:
+    with push_together() as ranks:
         agree_on_repo(ranks, str(hub))
         with staging_folder(ranks) as folder:
             index = stage(ranks, request, folder)
@@ -107,7 +107,7 @@ def push_with_faults(rank: int, place: Path) -> None:
     dist.barrier()
     assert list(temporary.iterdir()) == []
 
-    with push_together(is_collective=True) as ranks:
+    with push_together() as ranks:
         agree_on_repo(ranks, str(place / "hub\udcff"))  # a byte of a path that is no UTF-8
         send(ranks, list)
 
@@ -128,7 +128,7 @@ def push_with_faults(rank: int, place: Path) -> None:
     assert (again.is_new, again.commit, seen_by) == (False, first.commit, (0,))
     dist.barrier()
     assert list(Path().iterdir()) == []
-    with push_together(is_collective=True) as ranks, staging_folder(ranks) as folder:
+    with push_together() as ranks, staging_folder(ranks) as folder:
         with pytest.raises(InvalidArgumentError, match=r"Rank 1 does not see .* of rank 0.*Set TMPDIR"):
             folder.reject_unseen()
         send(ranks, list)

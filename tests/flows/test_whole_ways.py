@@ -11,9 +11,11 @@ from types import FrameType
 
 import pytest
 import torch
+from torch import nn
 from transformers import BertConfig, BertModel
 
 import hfshard
+from hfshard.training import CheckpointManager, TrainingState
 
 PACKAGE = os.path.dirname(hfshard.__file__) + os.sep
 
@@ -47,6 +49,13 @@ def calls(root: Path) -> dict[str, Callable[[str], object]]:
     bert = Bert(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
     hfshard.save_state_dict(TENSORS, root / "saved")
     bert.save_pretrained(root / "bert")
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = TrainingState(model=net, optimizer=optimizer)
+    manager = CheckpointManager(root / "run", progress=False)
+    manager.save(7, state)
     return {
         "save_state_dict": lambda name: hfshard.save_state_dict(TENSORS, root / name),
         "load_state_dict": lambda _: hfshard.load_state_dict(root / "saved"),
@@ -54,6 +63,8 @@ def calls(root: Path) -> dict[str, Callable[[str], object]]:
         "save_pretrained": lambda name: bert.save_pretrained(root / name),
         "push_to_hub": lambda name: bert.push_to_hub(str(root / f"hub-{name}")),
         "verify_checkpoint": lambda _: hfshard.verify_checkpoint(root / "saved"),
+        "CheckpointManager.save": lambda name: manager.save(8 + ["first", "second"].index(name), state),
+        "CheckpointManager.restore": lambda _: manager.restore(state, 7),
     }
 
 
@@ -64,8 +75,10 @@ def calls(root: Path) -> dict[str, Callable[[str], object]]:
         ("load_state_dict", 20),
         ("from_pretrained", 30),
         ("save_pretrained", 30),
-        ("push_to_hub", 40),
-        ("verify_checkpoint", 19),
+        ("push_to_hub", 35),
+        ("verify_checkpoint", 18),
+        ("CheckpointManager.save", 34),
+        ("CheckpointManager.restore", 40),
     ],
 )
 def test_a_call_passes_through_few_files(name: str, most: int, tmp_path: Path) -> None:

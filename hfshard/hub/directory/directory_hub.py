@@ -32,12 +32,12 @@ from hfshard._util.arguments import (
     absolute_path,
     check_slashes,
     checked_path_text,
+    has_hub_marker,
     is_store_url,
     parse_address,
     wraps_os_errors,
 )
 from hfshard._util.text import without_url_secrets
-from hfshard.commit.directory_state import has_hub_marker
 from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.disk.fsops import (

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from hfshard._util.progress import byte_progress
-from hfshard.commit.transaction import ShardWriter
+from hfshard.commit.transaction import OwnShardWriter, ShardWriter
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, INDEX_SUFFIX, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.pipeline import Save
@@ -130,9 +130,10 @@ class RunWriter:
         requests = payload.requests if self._storage.keeps_names else payload.without_adapter().requests
         self._is_clean = False
         with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
+            writer = writer or OwnShardWriter()
             save = Save(requests, writer, {**files, TRAINING_STATE: payload.training_state})
             run_save = RunSave(
-                step=step, metrics=metrics, new=save.new, writer=save.writer, progress_callback=progress_callback
+                step=step, metrics=metrics, new=save.new, writer=writer, progress_callback=progress_callback
             )
             with self._storage.transaction(run_save) as target:
                 save.prepare(target)

@@ -19,6 +19,7 @@ from hfshard.tensors.fsdp1 import has_flat_parameters, reshard_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
     is_dtensor,
+    may_be_divided,
     parameter_names,
     parts_of_parameters,
     tied_parameter_names,
@@ -137,7 +138,7 @@ class TrainingState:
     @property
     def is_flattened(self) -> bool:
         """True if FSDP1 has put parameters of a module into flat ones."""
-        return any(map(has_flat_parameters, self._naming_modules().values()))
+        return any(map(has_flat_parameters, filter(may_be_divided, self._naming_modules().values())))
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """Return the parts of one kind, by name.
@@ -307,12 +308,13 @@ def is_spread_state(state: TrainingState) -> bool:
     modules = list(state.of_kind("module").values())
     for module in modules:
         _reshard(module)
-    are_flattened = any(map(has_flat_parameters, modules))
+    divided = list(filter(may_be_divided, modules))
+    are_flattened = any(map(has_flat_parameters, divided))
     if are_flattened:
         _reject_flat_gradients(state)
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
-    is_in_parts = are_flattened or bool(state.named_optimizers) or any(map(has_partitioned, modules))
+    is_in_parts = are_flattened or bool(state.named_optimizers) or any(map(has_partitioned, divided))
     return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
 
 
@@ -348,7 +350,8 @@ def _reshard(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    reshard_parameters(module)
+    if may_be_divided(module):
+        reshard_parameters(module)
     for one in module.modules():
         if isinstance(one, fsdp.FSDPModule):
             with torch.no_grad():
