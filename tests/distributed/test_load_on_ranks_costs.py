@@ -51,7 +51,7 @@ def load_and_count(rank: int, saved: Path, layout: str, dtype: torch.dtype) -> N
     assert torch.equal(first.float(), torch.arange(SIDE * SIDE).view(SIDE, SIDE).to(dtype).float())
     part = PART_BYTES * dtype.itemsize / 4
     assert PART_BYTES < read < 1.01 * PART_BYTES
-    assert 0.9 * part < peak < 1.15 * part + 0.06 * MODEL_BYTES, f"{peak / MODEL_BYTES:.3f}"
+    assert 0.9 * part < peak < 1.15 * part + 0.07 * MODEL_BYTES, f"{peak / MODEL_BYTES:.3f}"
     if layout == "rows":  # and of the files, each is verified by one of the ranks
         assert 0.9 * MODEL_BYTES < bytes_read_by(model, saved, "full") < 1.1 * MODEL_BYTES
 
