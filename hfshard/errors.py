@@ -330,3 +330,26 @@ def repair_hint(path: str) -> str:
     """Return what to do about a damaged file: the last sentence of an error."""
     folder = path.rsplit("/", 1)[0] if "/" in path else "."
     return f"Download or save it again, or run 'hfshard verify {folder}'."
+
+
+def not_as_saved(
+    path: str, what: str, actual: object, expected: object, *, shard: bool = False, damage: str = "", hint: str = ""
+) -> IntegrityError:
+    """Build the error for a file whose bytes differ from those that were saved.
+
+    Args:
+        path: The file.
+        what: What differs, such as "sha256" or "size".
+        actual, expected: What it is, and what was recorded.
+        shard: Whether it is a shard.
+        damage: A sentence on the damage, if more is known.
+        hint: What to do; "": `repair_hint`.
+    """
+    sentences = [damage, hint or repair_hint(path)]
+    return IntegrityError(
+        f"{'Shard ' if shard else ''}'{path}' is not the file that was saved: its {what} is {actual}, but was "
+        f"{expected}. {' '.join(filter(None, sentences))}",
+        path=path,
+        expected=expected,
+        actual=actual,
+    )

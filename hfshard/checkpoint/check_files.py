@@ -21,6 +21,7 @@ from hfshard.errors import (
     HfshardError,
     IntegrityError,
     UnsafePathError,
+    not_as_saved,
     repair_hint,
 )
 from hfshard.format.file_names import INDEX_FILE
@@ -183,13 +184,7 @@ def _compare_contents(folder: Folder, name: str, record: FileDigest) -> None:
         found = sha256_of_reader(reader) if size == record.size else f"that of a {size}-byte file"
     if found != record.sha256:
         path = folder.path_of(name)
-        raise IntegrityError(
-            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {record.sha256}. "
-            f"{repair_hint(path)}",
-            path=path,
-            expected=record.sha256,
-            actual=found,
-        )
+        raise not_as_saved(path, "sha256", found, record.sha256)
 
 
 # Readers that start again if a save replaces what they read.
@@ -421,13 +416,8 @@ def check_small_file(folder: Folder, name: str, recorded: FileDigest) -> None:
     raw = folder.read_small(name, MAX_CONFIG_BYTES)
     found = sha256_of(without_commit_keys(raw) if name == CONFIG_NAME else without_commit_marker(raw))
     if recorded.sha256 not in (None, found) and found not in _recorded_by_others(folder, name):
-        raise IntegrityError(
-            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {recorded.sha256}. "
-            "If you edited it on purpose, load with verify='structure', or save again.",
-            path=path,
-            expected=recorded.sha256,
-            actual=found,
-        )
+        hint = "If you edited it on purpose, load with verify='structure', or save again."
+        raise not_as_saved(path, "sha256", found, recorded.sha256, hint=hint)
 
 
 def _recorded_by_others(folder: Folder, name: str) -> set[str | None]:

@@ -36,7 +36,7 @@ from hfshard.format.index import Verify
 from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.directory_hub import hub_named
 from hfshard.hub.download import Fetcher, fetch, is_offline
-from hfshard.hub.own_files import OwnFiles
+from hfshard.hub.pull_target import OwnFiles
 from hfshard.hub.resolve import ResolvedCheckpoint, companion_files, resolve_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError, Signatu
 from hfshard.foreign.find_foreign import folder_of_model, is_of_run
 from hfshard.format.index import CheckpointIndex, Checksum, Verify, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
-from hfshard.hub.own_files import OwnFiles
+from hfshard.hub.pull_target import OwnFiles
 from hfshard.places.place import ResolvedSource, SavePlace, is_same_directory
 from hfshard.places.source import CheckpointSource, open_source
 from hfshard.saving.pipeline import plan_request, save_request

@@ -13,7 +13,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import shorten_list
 from hfshard.constants import FINGERPRINT_BYTES, METADATA_KEY
 from hfshard.disk.direct_io import BLOCK_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError, repair_hint
+from hfshard.errors import DamagedCheckpointError, IntegrityError, not_as_saved, repair_hint
 from hfshard.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
 from hfshard.format.index import (
     HASHERS,
@@ -241,14 +241,9 @@ class SafetensorsShard(ABC):
         which = "It is damaged, or belongs to another save."
         if damaged:
             which = f"Damaged: tensor {shorten_list(damaged, _SHOWN, quote=True)}."
-        return IntegrityError(
-            f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, but was {expected}. "
-            f"{which} {repair_hint(self.path)}",
-            path=self.path,
-            fqn=damaged[0] if damaged else None,
-            expected=expected,
-            actual=actual,
-        )
+        error = not_as_saved(self.path, what, actual, expected, shard=True, damage=which)
+        error.fqn = damaged[0] if damaged else None
+        return error
 
     def truncated_error(self) -> DamagedCheckpointError:
         """Build the error for a file that was truncated after it was opened."""

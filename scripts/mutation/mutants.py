@@ -375,7 +375,7 @@ MUTANTS: Final = (
         "as many checkpoints stay as were asked for",
         "counted[: -self.max_to_keep]",
         "counted[: len(counted) + 1 - self.max_to_keep]",
-        ("tests/training/run/test_manifest_rotation.py",),
+        ("tests/training/test_manager_rotation.py",),
     ),
     Mutant(
         "manifest-without-checksum",

@@ -22,7 +22,6 @@ import hfshard
 from hfshard.distributed.save_on_ranks import cpu_group
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.find_checkpoint import open_run
-from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from tests.helpers import processes
@@ -121,7 +120,7 @@ def resume_what_was_saved(run: DeviceRun, layout: str, device: str, place: Path)
 
 def save_as_many_ranks_do(run: DeviceRun, layout: str, device: str, place: Path) -> None:
     """Even where there is one rank only: parts are copied in host memory, and exchanged over a gloo group."""
-    writer = RunWriter(open_run(str(place / "by-parts")), Rotation(None, None, "min", None), None, None)
+    writer = RunWriter(open_run(str(place / "by-parts")), None, None, None)
     for step, blocking in ((1, True), (2, False)):
         order = SpreadSaveArguments(
             state=run.state, step=step, extra=None, metrics_of=lambda _: {}, files={}, max_shard_size="300B",

@@ -38,7 +38,7 @@ from hfshard.training.interop.foreign_readers import (
 )
 from hfshard.training.interop.named_run import is_unread
 from hfshard.training.run.find_checkpoint import open_run
-from hfshard.training.run.manifest import Rotation, checked_step, checkpoint_path, folder_at
+from hfshard.training.run.manifest import checked_step, checkpoint_path, folder_at
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options
 from hfshard.training.state.nested import encode
@@ -129,7 +129,7 @@ def convert_foreign(
     if not any(words.startswith(_NO_POSITION) for words in foreign.lacking):
         foreign = replace(foreign, lacking=(*foreign.lacking, _NO_POSITION))
     files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
-    writer = RunWriter(open_run(root), Rotation(), None, progress)
+    writer = RunWriter(open_run(root), None, None, progress)
     try:
         with _payload(foreign, max_shard_size, checksum, progress) as payload, writer.turn("convert"):
             check_names(files, payload)

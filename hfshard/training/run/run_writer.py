@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Final
@@ -15,7 +15,7 @@ from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, INDEX_SUFFIX,
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.pipeline import Save
 from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
-from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, Rotation, RunCheckpoint
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
 from hfshard.training.run.run_storage import RunSave, RunStorage
 from hfshard.training.state.collect_state import SavePayload
@@ -23,13 +23,15 @@ from hfshard.training.state.collect_state import SavePayload
 logger = logging.getLogger(__name__)
 
 _OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
+RotationRule = Callable[[Sequence[RunCheckpoint]], list[RunCheckpoint]]
+"""Lists the checkpoints to remove, given all finished ones of a run."""
 
 
 class RunWriter:
     """The only writer of a run, which it acquires at the first save."""
 
     def __init__(
-        self, storage: RunStorage, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
+        self, storage: RunStorage, rotation: RotationRule | None, pusher: BackgroundPusher | None, progress: bool | None
     ) -> None:
         self.root = storage.root
         self._storage = storage
@@ -202,13 +204,13 @@ class RunWriter:
                 self._rotate()
 
     def _rotate(self) -> None:
-        if not self._rotation.does_remove:
+        if self._rotation is None:
             return
         own = [one for one in self._storage.checkpoints() if one.is_own]
         in_use = self._in_use.steps
         if self._pusher is not None:
             in_use |= self._pusher.steps_in_use
-        self._storage.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])
+        self._storage.remove([one for one in self._rotation(own) if one.step not in in_use])
 
 
 def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:

@@ -11,7 +11,6 @@ from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import HfshardError
 from hfshard.training import TrainingState
 from hfshard.training.run.find_checkpoint import open_run
-from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.state.collect_state import SavePayload, collect, collect_rank, encode_components, save_options
@@ -107,7 +106,7 @@ def check_metrics_of_a_copy(root: str, rename: Callable[[str, str], None]) -> No
 
 
 def _writer(storage: RunStorage) -> RunWriter:
-    return RunWriter(storage, Rotation(), pusher=None, progress=False)
+    return RunWriter(storage, None, pusher=None, progress=False)
 
 
 def _steps(storage: RunStorage) -> list[int]:

@@ -9,14 +9,14 @@ import pytest
 
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import DirectoryLockedError, HfshardError
+from hfshard.training.manager import Rotation
 from hfshard.training.run.find_checkpoint import open_run
-from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_writer import RunWriter
 from tests.training.run.storage_contract import payload
 
 
 def new_writer(root: Path, max_to_keep: int | None = None) -> RunWriter:
-    return RunWriter(open_run(str(root)), Rotation(max_to_keep), pusher=None, progress=False)
+    return RunWriter(open_run(str(root)), Rotation(max_to_keep).to_remove, pusher=None, progress=False)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.stored_save import SaveId
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.manifest import CheckpointManifest, Rotation, RunCheckpoint
+from hfshard.training.manager import Rotation
+from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
 from tests.sweeps.run_states import Counter, litter
 
 NAN, INF = math.nan, math.inf

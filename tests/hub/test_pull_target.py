@@ -16,7 +16,7 @@ from hfshard.cli.main import main
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import SaveDirectoryError
 from hfshard.format.file_names import WeightNames
-from hfshard.hub.own_files import OwnFiles
+from hfshard.hub.pull_target import OwnFiles
 from tests.hub.models import files_of
 from tests.stores.saving.memory_store import MemoryStore
 
