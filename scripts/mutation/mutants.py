@@ -37,7 +37,7 @@ MUTANTS: Final = (
         "a limit of zero bytes is refused",
         "    if size_bytes <= 0:",
         "    if size_bytes < 0:",
-        ("tests/_util/test_text_size.py",),
+        ("tests/_util/test_arguments_size.py",),
     ),
     # disk
     Mutant(
@@ -256,8 +256,8 @@ MUTANTS: Final = (
     Mutant(
         "pull-over-a-checkpoint",
         "a pull never replaces shards that a checkpoint in the target needs",
-        "        if not (overwrite and name in session.state.strays):",
-        "        if not overwrite:",
+        "    old = [name for name in taken if name not in strays]",
+        "    old = [] if overwrite and not _can_rename(session, taken) else [name for name in taken if name not in strays]",
         ("tests/places/test_fetch.py", "tests/test_pull.py", "tests/hub/pull/test_directories.py"),
     ),
     Mutant(
