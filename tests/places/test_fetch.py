@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,51 @@ def test_a_pull_that_cannot_restore_the_old_index_keeps_the_shards_that_the_new_
     monkeypatch.undo()
 
     assert values_by_all(target) == [1.0, 1.0, 1.0]
+
+
+def test_a_pull_that_is_undone_flushes_what_it_puts_back_before_it_removes_what_replaced_it(
+    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    by_hfshard(target)
+    rename, unlink, fsync = os.rename, os.unlink, os.fsync
+    done: list[str] = []
+
+    def renaming(source: str, target: str, **options: Any) -> None:
+        if target.endswith("model-00003-of-00003.safetensors") and not source.endswith(".kept"):
+            done.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+        done.append(f"put back {os.path.basename(target)}")
+        rename(source, target, **options)
+
+    def unlinking(path: str, **options: Any) -> None:
+        if os.path.dirname(path) == str(target):
+            done.append(f"remove {re.sub('-[0-9a-f]{16}', '-RANDOM', os.path.basename(path))}")
+        unlink(path, **options)
+
+    def flushing(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(target):
+            done.append("flush")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(os, "unlink", unlinking)
+    monkeypatch.setattr(os, "fsync", flushing)
+    with pytest.raises(CommitUndoneError):
+        hfshard.pull_checkpoint(repo, target)
+
+    assert done == [
+        "put back model-00002-of-00003.safetensors",
+        "remove model-00001-of-00003.safetensors",
+        "flush",
+        "put back model-00003-of-00003.safetensors",
+        "put back model-00001-of-00003.safetensors",
+        "flush",
+        "put back model.safetensors.index.json",
+        "flush",
+        "remove model-00003-of-00003-RANDOM.safetensors",
+        "remove model-00001-of-00003-RANDOM.safetensors",
+    ]
 
 
 def test_the_space_of_old_shards_is_free_though_the_staging_directory_stays(
