@@ -88,6 +88,34 @@ def test_an_error_between_two_readers_says_who_loads_which(
     assert len(listing(tmp_path)) == 5  # config, index, three shards
 
 
+def test_shards_stay_where_a_power_cut_may_bring_back_the_index_that_names_them(
+    tmp_path: Path, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, OLD, ONE_FILE)
+    rename, fsync = os.rename, os.fsync
+    undone: list[str] = []
+
+    def renaming(source: str, target: str, **keywords: Any) -> None:
+        rename(source, target, **keywords)
+        if source.endswith(".kept"):
+            undone.append(os.path.basename(target))
+
+    def flushing(fd: int) -> None:
+        if undone and os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(os, "fsync", flushing)
+    refuse("unlink", is_single)
+    with pytest.raises(CommitUndoneError, match="rolled back"):
+        save(tmp_path, NEW, SHARDS)
+
+    assert undone == ["model.safetensors.index.json"]
+    assert len([*tmp_path.glob("model-0000?-of-00003.safetensors")]) == 3
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("old", "old")
+
+
 @pytest.mark.parametrize("limit", [SHARDS, ONE_FILE])
 @pytest.mark.parametrize("old_limit", [OLD_SHARD_BYTES, ONE_FILE])
 @pytest.mark.parametrize("version", ["same", "new"])

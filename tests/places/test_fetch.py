@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -276,6 +277,29 @@ def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> 
             hfshard.pull_checkpoint(repo, target, overwrite=overwrite)
 
     assert files_of(target) == before
+
+
+def test_a_shard_that_comes_between_the_checks_of_a_pull_stays(
+    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    hfshard.save_state_dict(Three(1.0).state_dict(), target)
+    flock = fcntl.flock
+    locks = 0
+
+    def locking(fd: int, operation: int) -> None:
+        nonlocal locks
+        if operation != fcntl.LOCK_UN and os.readlink(f"/proc/self/fd/{fd}").startswith(str(target)):
+            locks += 1
+            if locks == 2:
+                save_file(Three(1.0).state_dict(), target / "model-00003-of-00003.safetensors")
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    with pytest.raises(SaveDirectoryError, match=r"00003\.safetensors' cannot be pulled into"):
+        hfshard.pull_checkpoint(repo, target)
+
+    assert load_file(target / "model-00003-of-00003.safetensors")["a"][0] == 1.0
 
 
 def test_a_pull_of_what_is_there_removes_the_weights_that_outrank_it(repo: str, tmp_path: Path) -> None:
