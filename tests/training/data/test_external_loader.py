@@ -174,6 +174,33 @@ class Drawn(Sampler[list[int]]):
             yield torch.randint(SAMPLES, (2,)).tolist()
 
 
+class Counting(Drawn):
+    """Its iterator resumes by itself."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return CountedIndexes()
+
+
+class CountedIndexes(Iterator[list[int]]):
+    """Has the names of torchdata's own iterators of batches, for what it counts."""
+
+    samples_yielded = 0
+    batch_size = 2
+
+    def __next__(self) -> list[int]:
+        first = self.samples_yielded
+        if first == SAMPLES:
+            raise StopIteration
+        self.samples_yielded = min(first + self.batch_size, SAMPLES)
+        return list(range(first, self.samples_yielded))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples_yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples_yielded = state["samples"]
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "a user's": lambda: Skipping(Indexes(True), 2, True),
     "a user's, with a generator": lambda: Generating(Indexes(), 2, True),
@@ -188,6 +215,7 @@ KINDS: dict[str, Callable[[], Any]] = {
         Indexes(True), batch_sampler=BatchSampler(_sampler(seed=5), 2, False)
     ),
     "torchdata, batches of one's own": lambda: torchdata(Indexes(True), batch_sampler=Drawn()),
+    "torchdata, batches that count themselves": lambda: torchdata(Indexes(True), batch_sampler=Counting()),
     "torchdata, single samples": lambda: torchdata(Indexes(True), None, sampler=_sampler(num_samples=BATCHES)),
     "a user's, a generator of Python": lambda: Skipping(Indexes(), 2, sampler=Shuffled(random.Random(5))),
     "a user's, a generator in its dataset": lambda: Skipping(Noisy(), 2, True),
