@@ -260,3 +260,24 @@ def test_optimizers_that_differ_come_back_on_each_rank_and_nowhere_else(tmp_path
         manager.restore(state, 6)
     assert manager.restore(state, 6, strict=False) == 6
     assert not state.components["optimizer"].state
+
+
+def save_momentum(rank: int, place: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    model.weight.grad = torch.full((2, 2), rank + 1.0)
+    optimizer.step()
+    state = TrainingState(model=model, optimizer=optimizer)
+    manager = CheckpointManager(place / "run")
+    manager.save(1, state)
+    optimizer.state[model.weight]["momentum_buffer"].zero_()
+
+    manager.restore(state, 1)
+
+    assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [[rank + 1.0] * 2] * 2
+    manager.close()
+
+
+def test_momentum_of_the_same_parameters_comes_back_on_each_rank_as_it_was(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, save_momentum, tmp_path)
