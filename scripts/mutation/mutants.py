@@ -1,4 +1,4 @@
-"""The mutants: plausible bugs, one for each of sixty-one guarantees, and the tests that should fail with each."""
+"""The mutants: plausible bugs, one for each of seventy-five guarantees, and the tests that should fail with each."""
 
 from __future__ import annotations
 
@@ -188,6 +188,56 @@ MUTANTS: Final = (
         "            shard.check_size_and_fingerprint(file.digest, with_fingerprint=True)  # also on disk",
         ("tests/commit/test_transaction.py",),
     ),
+    Mutant(
+        "undone-without-flushes",
+        "what a rollback puts back is on disk before it removes what was in its place",
+        "            return partial(sync_directory, self.directory)  # what",
+        "            return lambda: None  # what",
+        (
+            "tests/places/test_fetch.py::test_a_pull_that_is_undone_flushes_what_it_puts_back_before_it_removes_what_replaced_it",
+        ),
+    ),
+    Mutant(
+        "undone-where-a-cut-may-redo",
+        "a rollback leaves the shards of an index that a power cut may bring back",
+        "            if last.moves and not self._is_durable():",
+        "            if last.moves and self._is_durable() is None:",
+        (
+            "tests/commit/test_directory_commit.py::test_shards_stay_where_a_power_cut_may_bring_back_the_index_that_names_them",
+        ),
+    ),
+    Mutant(
+        "undone-past-a-lost-file",
+        "a rollback that cannot restore a file leaves what the file in its place needs",
+        "                if moved or last.is_restoring:",
+        "                if moved:",
+        (
+            "tests/places/test_fetch.py::test_a_pull_that_cannot_restore_the_old_index_keeps_the_shards_that_the_new_one_names",
+        ),
+    ),
+    Mutant(
+        "folder-before-the-commit",
+        "a file in a folder is replaced after the commit, like any other",
+        "        return os.path.lexists(_at(self.directory, name))",
+        "        return name in self.listing",
+        ("tests/commit/test_commit_plan.py::test_a_file_in_a_folder_is_replaced_after_the_commit_like_any_other",),
+    ),
+    Mutant(
+        "neither-copied-nor-sent",
+        "a shard that a store does not copy is sent",
+        "            except (CheckpointChangedError, StoreError) as error:  # replaced",
+        "            except CheckpointChangedError as error:  # replaced",
+        ("tests/stores/saving/test_late_and_lost.py::test_a_shard_that_can_not_be_copied_is_sent",),
+    ),
+    Mutant(
+        "copy-replaced-meanwhile",
+        "a plain copy that is replaced while it is compared is put again",
+        "store.read(found)) == raw\n    except CheckpointChangedError:\n        return False",
+        "store.read(found)) == raw\n    except CheckpointChangedError:\n        return True",
+        (
+            "tests/stores/saving/test_late_and_lost.py::test_a_plain_copy_that_is_replaced_while_it_is_compared_is_put_again",
+        ),
+    ),
     # pickles
     Mutant(
         "zip-records-overlap",
@@ -217,6 +267,22 @@ MUTANTS: Final = (
         "if len(token) >= _SHOWN_FROM else",
         "if token else",
         ("tests/stores/test_hub_calls.py", "tests/hub/test_http_client.py"),
+    ),
+    Mutant(
+        "copy-under-another-key",
+        "a copy in S3 is encrypted as what is put there",
+        "                **encryption.of_object,\n                **encryption.of_source,",
+        "                **encryption.of_source,",
+        ("tests/stores/test_object_store.py::test_a_copy_is_encrypted_as_what_is_put",),
+    ),
+    Mutant(
+        "unknown-index-refused",
+        "an index that a bucket may have given its name is not called refused",
+        "            error.may_be_done = True  # hug",
+        "            error.may_be_done = isinstance(error, StoreConnectionError)  # hug",
+        (
+            "tests/stores/saving/test_late_and_lost.py::test_an_index_that_may_have_a_name_in_a_bucket_is_not_called_refused",
+        ),
     ),
     # hub
     Mutant(
@@ -257,7 +323,7 @@ MUTANTS: Final = (
         "pull-over-a-checkpoint",
         "a pull never replaces shards that a checkpoint in the target needs",
         "    old = [name for name in taken if name not in strays]",
-        "    old = [] if overwrite and not _can_rename(session, taken) else [name for name in taken if name not in strays]",
+        "    old = [name for name in taken if name not in strays and (not overwrite or _can_rename(session, taken))]",
         ("tests/places/test_fetch.py", "tests/test_pull.py", "tests/hub/pull/test_directories.py"),
     ),
     Mutant(
@@ -266,6 +332,20 @@ MUTANTS: Final = (
         "            if self._written.get(name) != raw:",
         "            if name not in self._written:",
         ("tests/places/test_store_mirror.py",),
+    ),
+    Mutant(
+        "late-stray-replaced",
+        "a pull without overwrite leaves a shard that came since it looked for such files",
+        "    if (strays and not overwrite) or (old and",
+        "    if (old and",
+        ("tests/places/test_fetch.py::test_a_shard_that_comes_between_the_checks_of_a_pull_stays",),
+    ),
+    Mutant(
+        "outranked-by-others",
+        "a pull of files that are all there removes other weights that readers prefer to them",
+        "        if not has_others and all(_has_same_bytes",
+        "        if all(_has_same_bytes",
+        ("tests/places/test_fetch.py::test_a_pull_of_what_is_there_removes_the_weights_that_outrank_it",),
     ),
     # signing
     Mutant(
@@ -453,6 +533,38 @@ MUTANTS: Final = (
             "tests/flows/test_resume.py::test_a_killed_run_resumes_to_the_bit"
             "[Trainer: at an epoch's last step, evaluated after it]",
         ),
+    ),
+    Mutant(
+        "optimizers-compared-by-shape",
+        "each rank gets its own optimizer back where the values in the ranks' optimizers differ",
+        "        return samples\n    size = flat",
+        "        return samples[:0]\n    size = flat",
+        (
+            "tests/training/test_replicas_on_ranks.py::test_momentum_of_the_same_parameters_comes_back_on_each_rank_as_it_was",
+        ),
+    ),
+    Mutant(
+        "optimizer-of-another-rank",
+        "ranks of another number take no optimizer that was one rank's own",
+        "    return set() if is_same_number else optimizers",
+        "    return set()",
+        (
+            "tests/training/test_replicas_on_ranks.py::test_optimizers_that_differ_come_back_on_each_rank_and_nowhere_else",
+        ),
+    ),
+    Mutant(
+        "batches-in-another-order",
+        "a loader of torchdata with a plain sampler of batches resumes in its order",
+        "    if isinstance(iterator._sampler_iter, itertools.islice):",
+        "    if isinstance(iterator._sampler_iter, list):",
+        ("tests/training/data/test_external_loader.py::test_a_resume_from_every_place_is_exact",),
+    ),
+    Mutant(
+        "end-of-other-samplers",
+        "a resume looks for the end of torchdata's own samplers, and of no other",
+        '    if _is_torchdata(used) and hasattr(used, "sampler_iter") and used.samples_yielded % used.batch_size:',
+        '    if getattr(used, "samples_yielded", 0) % getattr(used, "batch_size", 1):',
+        ("tests/training/data/test_external_loader.py::test_a_resume_from_every_place_is_exact",),
     ),
     # viewing
     Mutant(
