@@ -214,6 +214,30 @@ def test_shards_that_a_killed_stock_save_left_go_after_the_commit(
     assert len(listing(tmp_path)) == (5 if limit == SHARDS else 2)
 
 
+def test_shards_that_a_save_is_to_delete_stay_if_it_is_killed_before_its_commit(
+    tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    from safetensors.torch import save_file
+
+    save(tmp_path, OLD, ONE_FILE)
+    save_file({"b": torch.zeros(2)}, tmp_path / STRAYS[0])
+    before = by_transformers(tmp_path)
+    child = os.fork()
+    if child == 0:
+        refuse("rename", lambda _, target: is_single(target) and os._exit(9))
+        save(tmp_path, NEW, ONE_FILE)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert (tmp_path / "model.safetensors.index.json").exists()  # a first rename is done
+
+    refuse("rename", lambda source, target: is_single(target) and not source.endswith(".kept"), errno.EIO)
+    with pytest.raises(CommitUndoneError):
+        save(tmp_path, NEW, ONE_FILE)
+
+    assert (tmp_path / STRAYS[0]).exists()
+    assert by_transformers(tmp_path) == before == "old"
+
+
 def test_shards_that_an_index_names_or_a_damaged_one_may_name_stay(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
