@@ -1,4 +1,4 @@
-"""The mutants: plausible bugs, one for each of seventy-five guarantees, and the tests that should fail with each."""
+"""The mutants: plausible bugs, one for each of seventy-six guarantees, and the tests that should fail with each."""
 
 from __future__ import annotations
 
@@ -180,6 +180,15 @@ MUTANTS: Final = (
         "            if name in noted or names.is_renamed_shard(name) or _written_by_hfshard(directory, name)",
         "            if names.is_renamed_shard(name) or _written_by_hfshard(directory, name)",
         ("tests/commit/test_directory_state.py",),
+    ),
+    Mutant(
+        "stale-shards-before-the-commit",
+        "shards that a save is to delete stay if it is killed before its commit",
+        '            if step.kind == "rename":\n                decisive = step.source',
+        '            if step.kind == "rename" and not decisive:\n                decisive = step.source',
+        (
+            "tests/commit/test_directory_commit.py::test_shards_that_a_save_is_to_delete_stay_if_it_is_killed_before_its_commit",
+        ),
     ),
     Mutant(
         "damaged-file-is-linked",

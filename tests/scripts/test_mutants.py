@@ -1,4 +1,4 @@
-"""Seventy-five mutants that can be planted, and verdicts that are what the tests said."""
+"""Seventy-six mutants that can be planted, and verdicts that are what the tests said."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_there_are_seventy_five_of_all_packages_and_each_has_a_name_of_its_own() -> None:
+def test_there_are_seventy_six_of_all_packages_and_each_has_a_name_of_its_own() -> None:
     package = read_package(REPOSITORY)
     names = Counter(one.name for one in MUTANTS)
     folders = Counter(find_file(package, one.old).split("/")[1] for one in MUTANTS)
 
-    assert len(MUTANTS) == 75
+    assert len(MUTANTS) == 76
     assert max(names.values()) == 1
     assert {name.split("/")[1] for name in package if name.count("/") > 1} == {
         folder for folder in folders if not folder.endswith(".py")
