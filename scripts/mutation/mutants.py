@@ -476,8 +476,8 @@ MUTANTS: Final = (
     Mutant(
         "removed-while-pushed",
         "rotation leaves a checkpoint that is being pushed",
-        "for one in self._rotation.to_remove(own) if one.step not in in_use])",
-        "for one in self._rotation.to_remove(own)])",
+        "for one in self._rotation(own) if one.step not in in_use])",
+        "for one in self._rotation(own)])",
         (
             "tests/training/run/test_push_run_directory_hubs.py::test_saves_go_on_beside_a_push_and_the_newest_is_pushed_next",
             "tests/training/run/test_push_run.py::test_saves_are_pushed_as_they_are_made",
