@@ -672,7 +672,7 @@ class Rollback:
             self._link(target, kept)
 
         def restore() -> None:
-            if os.path.exists(kept) and not os.path.lexists(target):
+            if os.path.lexists(kept) and not os.path.lexists(target):
                 rename(kept, target)
 
         return restore
