@@ -611,7 +611,7 @@ class Rollback:
                 if moved or last.is_restoring:
                     return moved
             self._undo.pop()
-            if last.moves and not self._is_durable():
+            if last.moves and not self._flush():
                 return moved[:-1]  # its target stays, in case a power cut restores the step
         return []
 
@@ -623,7 +623,8 @@ class Rollback:
             except OSError as error:
                 logger.warning("'%s' could not be removed (%s); the next save will.", kept, error)
 
-    def _is_durable(self) -> bool:
+    def _flush(self) -> bool:
+        """Make what was undone durable; return False, after logging an error, if the disk fails."""
         try:
             sync_directory(self.directory)
         except OSError as error:
@@ -631,7 +632,7 @@ class Rollback:
             return False
         return True
 
-    def _rollback_for(self, step: CommitStep, now: str, kept_name: str, unflushed: FlushBatch) -> Callable[[], None]:
+    def _rollback_for(self, step: CommitStep, now: str, kept_name: str, unflushed: FlushBatch) -> Callable[[], object]:
         """Prepare the undo of a step; `now` is the file that will have the target's name then, "" if none."""
         target = os.path.join(self.directory, step.target)
         if step.kind == "link":
@@ -640,7 +641,7 @@ class Rollback:
         if step.kind == "remove":
             return self._undo_of_removal(target, kept_name)
         if step.kind == "sync":
-            return partial(sync_directory, self.directory)  # what came before it is undone after what came later
+            return self._flush  # what came before it is undone after what came later
         staged = os.path.join(self.staging, step.source)
         kept = os.path.join(self.staging, kept_name)
 
@@ -672,7 +673,7 @@ class Rollback:
             self._link(target, kept)
 
         def restore() -> None:
-            if os.path.exists(kept) and not os.path.lexists(target):
+            if os.path.lexists(kept) and not os.path.lexists(target):
                 rename(kept, target)
 
         return restore
@@ -697,7 +698,7 @@ class _Undo(NamedTuple):
     """As in `CommitStep`."""
     is_restoring: bool
     """True if it restores a file that the step replaces or removes."""
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 # Stale signatures: a save warns of one, or removes it if that was requested.

@@ -248,10 +248,14 @@ def _free_names(
         plan.sync()
         plan.write_small(names.index, _with_names(raw, aside))
         plan.sync()
-        state = replace(state, owned=state.owned.difference(old).union(aside.values()))
+        state = replace(
+            state,
+            listing=state.listing.union(aside.values()),
+            owned=state.owned.difference(old).union(aside.values()),
+        )
     plan.remove(taken)  # otherwise a new index may name strays until they are replaced
     plan.sync()
-    return replace(state, strays=state.strays - strays)
+    return replace(state, listing=state.listing.difference(taken), strays=state.strays - strays)
 
 
 def _can_rename(session: DirectorySession, shards: Collection[str]) -> bool:

@@ -116,6 +116,34 @@ def test_shards_stay_where_a_power_cut_may_bring_back_the_index_that_names_them(
     assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("old", "old")
 
 
+@pytest.mark.parametrize(
+    ("old_limit", "limit", "first"),
+    [(OLD_SHARD_BYTES, SHARDS, 2), (OLD_SHARD_BYTES, ONE_FILE, 2), (ONE_FILE, SHARDS, 3)],
+)
+def test_no_reader_is_left_on_the_new_one_by_a_disk_that_fails_to_flush_from_then_on(
+    old_limit: int, limit: int, first: int, tmp_path: Path, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, OLD, old_limit, "old")
+    flushes: list[str] = []
+
+    def is_failing(fd: str) -> bool:
+        """From the flush on that follows the step which moves the first kind of reader."""
+        if os.path.samestat(os.fstat(int(fd)), os.stat(tmp_path)):
+            flushes.append(fd)
+            return len(flushes) >= first
+        return False
+
+    refuse("fsync", is_failing, errno.EIO)
+    with pytest.raises(CommitUndoneError, match="rolled back"):
+        save(tmp_path, NEW, limit, "new")
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("old", "old")
+
+    monkeypatch.undo()
+    save(tmp_path, NEW, limit, "new")
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("new", "new")
+    assert len(listing(tmp_path)) == (2 if limit == ONE_FILE else 5)
+
+
 @pytest.mark.parametrize("limit", [SHARDS, ONE_FILE])
 @pytest.mark.parametrize("old_limit", [OLD_SHARD_BYTES, ONE_FILE])
 @pytest.mark.parametrize("version", ["same", "new"])

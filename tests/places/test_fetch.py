@@ -76,7 +76,7 @@ def values_by_all(directory: Path) -> list[float]:
     return [one.pop() for one in values]
 
 
-def pull_and_die(repo: str, target: Path, at: int) -> bool:
+def pull_and_die(repo: str, target: Path, at: int, variant: str | None = None) -> bool:
     """Pull in a child that dies before the call of this number which changes names; whether it did."""
     child = os.fork()
     if child == 0:
@@ -95,7 +95,7 @@ def pull_and_die(repo: str, target: Path, at: int) -> bool:
         try:
             for name in CHANGING:
                 setattr(os, name, counted(getattr(os, name)))
-            hfshard.pull_checkpoint(repo, target)
+            hfshard.pull_checkpoint(repo, target, variant=variant)
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -124,6 +124,25 @@ def test_a_pull_that_is_killed_leaves_one_of_the_two_checkpoints(
         assert by_reader == tuple(sorted(by_reader))
         assert set(by_reader) == {1.0, 2.0}
     assert len(found) > 10
+
+
+def test_a_killed_pull_of_a_variant_never_leaves_the_config_of_one_and_the_weights_of_the_other(tmp_path: Path) -> None:
+    for folder, value in (("pushed", 2.0), ("old", 1.0)):
+        hfshard.save_state_dict(Three(value).state_dict(), tmp_path / folder, max_shard_size=1, variant="fp16")
+        (tmp_path / folder / "config.json").write_text(json.dumps({"value": value}))
+    hfshard.push_checkpoint(tmp_path / "pushed", tmp_path / "hub")
+    found: list[float] = []
+    was_killed = True
+    while was_killed:
+        target = tmp_path / f"target-{len(found)}"
+        shutil.copytree(tmp_path / "old", target)
+        was_killed = pull_and_die(str(tmp_path / "hub"), target, len(found), "fp16")
+        found.append(json.loads((target / "config.json").read_text())["value"])
+        state = hfshard.load_state_dict(target, variant="fp16")
+        assert {float(value) for key in "ac" for value in state[key].unique()} == {found[-1]}
+
+    assert found == sorted(found)
+    assert set(found) == {1.0, 2.0}
 
 
 @pytest.mark.parametrize("save_old", [by_hfshard, by_others])
@@ -227,6 +246,33 @@ def test_a_pull_that_is_undone_flushes_what_it_puts_back_before_it_removes_what_
         "remove model-00003-of-00003-RANDOM.safetensors",
         "remove model-00001-of-00003-RANDOM.safetensors",
     ]
+
+
+@pytest.mark.parametrize("save_old", [by_hfshard, by_others])
+def test_a_pull_that_fails_restores_shards_that_are_links(
+    save_old: Callable[[Path], None], repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    save_old(target)
+    (target / "blobs").mkdir()
+    shards = sorted(target.glob("model-*"))
+    for shard in shards:
+        shard.rename(target / "blobs" / shard.name)
+        shard.symlink_to(f"blobs/{shard.name}")
+    rename = os.rename
+
+    def failing(source: str, target: str, **options: Any) -> None:
+        if target.endswith("model-00003-of-00003.safetensors") and source.endswith(".weights"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(CommitUndoneError):
+        hfshard.pull_checkpoint(repo, target)
+    monkeypatch.undo()
+
+    assert [os.readlink(shard) for shard in shards] == [f"blobs/{shard.name}" for shard in shards]
+    assert values_by_all(target) == [1.0, 1.0, 1.0]
 
 
 def test_the_space_of_old_shards_is_free_though_the_staging_directory_stays(
