@@ -77,7 +77,7 @@ def verify_checkpoint(
     query = CheckpointQuery(variant=variant, subfolder=subfolder)
     run = _folder_of_run(place, subfolder) if variant is None else None
     if run is not None:
-        root = f"{place.address}/{subfolder}".rstrip("/") or "/"
+        root = run.path.rstrip("/") or "/"
         if is_checkpoint(run):
             return _verify_step(place, root, subfolder, level, signed_by, progress)
         if is_run(run):

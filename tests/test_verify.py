@@ -180,6 +180,8 @@ def test_a_run_is_checked_with_every_file_of_each_checkpoint(tmp_path: Path) -> 
     assert [one.directory for one in report.checkpoints] == [*(f"{root}/{name}" for name in names), str(root)]
     assert report.checked_bytes == sum(one.checked_bytes for one in report.checkpoints) > 3000
     assert hfshard.verify_checkpoint(tmp_path, subfolder="run").files == report.files
+    assert hfshard.verify_checkpoint(tmp_path / "elsewhere", subfolder=str(root)).files == report.files
+    assert hfshard.verify_checkpoint(tmp_path, subfolder=str(root / names[0])).ok
     assert hfshard.verify_checkpoint(root, level="structure").checked_bytes == 0
 
 

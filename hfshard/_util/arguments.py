@@ -208,7 +208,7 @@ def is_store_address(place: Any) -> bool:
 
 
 def has_hub_marker(directory: str) -> bool:
-    """Return whether a directory is a hub, and what a path to it names a repo."""
+    """Return whether a directory is a hub, so that a path into it names a repo."""
     return os.path.isfile(os.path.join(directory, HUB_MARKER))
 
 

@@ -1,4 +1,4 @@
-"""Say which checkpoint is wanted, find its entry as transformers does, and notice when it is replaced."""
+"""Describe which checkpoint is wanted, find its entry as transformers does, and notice when it is replaced."""
 
 from __future__ import annotations
 

@@ -413,8 +413,6 @@ class GroupSession(Session):
         Raises:
             RankFailedError: A rank failed, died, or came to another meeting.
         """
-        if self.is_alone:
-            return {self.rank: value}
         self._meetings += 1
         place = f"meet/{self._meetings}"
         labelled = pack({0: name.encode(), 1: value})

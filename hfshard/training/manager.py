@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -403,7 +403,7 @@ class CheckpointManager(RunReader):
             with self._writer.kept(lambda: found_to_push(self._storage, step, self.best_step)) as found:
                 return push_all(found, place, options) if step == "all" else [push_found(found[0], place, options)]
 
-        with among(self.process_group), together_if(has_other_ranks(), push_together) as ranks:
+        with among(self.process_group), together_if(True, push_together) as ranks:
             place = absolute_repo_id(repo_id)
             agree_on_repo(ranks, place)
             results = send(ranks, work)
@@ -441,7 +441,7 @@ class CheckpointManager(RunReader):
         """Gather the ranks that restore a state together, by the same method, and return what they restore of it."""
         with self._writer.turn(f"{what}()"):
             self._writer.join()  # on every rank: it may be a save by all of them
-            with among(self.process_group), meet_for(what) if has_other_ranks() else nullcontext(Session()) as ranks:
+            with among(self.process_group), together_if(True, partial(meet_for, what)) as ranks:
                 ranks.each(self._writer.wait)
                 state = checked_state(state)
                 reject_meta(state)

@@ -67,7 +67,7 @@ class StateLayouts:
     @cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
         """The spread parameters, by name."""
-        modules = self._state.of_kind("module").values()
+        modules = self._state.naming_modules().values()
         parameters = chain.from_iterable(module.parameters() for module in modules)
         found: dict[str, torch.Tensor] = {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
         for module in modules:

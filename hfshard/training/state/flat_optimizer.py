@@ -47,8 +47,7 @@ def with_named_states(state: TrainingState, exchange: Exchange | None = None) ->
 
 
 def _flats_of(state: TrainingState) -> list[FlatParameter]:
-    modules = [*state.of_kind("module").values(), *state.left_out.values()]
-    return list(chain.from_iterable(flat_parameters(one) for one in modules if isinstance(one, torch.nn.Module)))
+    return list(chain.from_iterable(map(flat_parameters, state.naming_modules().values())))
 
 
 def _named(

@@ -122,7 +122,7 @@ class TrainingState:
             return self
         optimizers = self.of_kind("optimizer")
         engines = {name: part for name, part in self._engines.items() if name in optimizers}
-        named = named_optimizers(optimizers, engines, [*self._naming_modules().values()])
+        named = named_optimizers(optimizers, engines, [*self.naming_modules().values()])
         if not named:
             return self
         found = copy.copy(self)
@@ -138,7 +138,7 @@ class TrainingState:
     @property
     def is_flattened(self) -> bool:
         """True if FSDP1 has put parameters of a module into flat ones."""
-        return any(map(has_flat_parameters, filter(may_be_divided, self._naming_modules().values())))
+        return any(map(has_flat_parameters, filter(may_be_divided, self.naming_modules().values())))
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """Return the parts of one kind, by name.
@@ -158,20 +158,25 @@ class TrainingState:
         """
         if self.kinds[name] not in ("scheduler", "stateful"):
             return None
-        modules = self._naming_modules() if self.kinds[name] == "stateful" else None
+        modules = self.naming_modules() if self.kinds[name] == "stateful" else None
         return order_digest(self.components[name], self.parameter_names(), modules)
 
     def parameter_names(self) -> dict[int, str]:
         """Return the id of every parameter -> its name, which is "component:name" outside of the model."""
         names: dict[int, str] = {}
-        modules = self._naming_modules()
+        modules = self.naming_modules()
         for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as passed
             prefix = "" if component == "model" else f"{component}:"
             for key, name in parameter_names(modules[component]).items():
                 names.setdefault(key, self.aliases.get(prefix + name, prefix + name))
         return names
 
-    def _naming_modules(self) -> dict[str, nn.Module]:
+    def naming_modules(self) -> dict[str, nn.Module]:
+        """Return the modules that name the parameters of optimizers, those that are left out as well.
+
+        Example:
+            names = [parameter_names(module) for module in state.naming_modules().values()]
+        """
         left_out = {name: part for name, part in self.left_out.items() if isinstance(part, nn.Module)}
         return self.of_kind("module") | left_out
 
@@ -305,7 +310,7 @@ def is_spread_state(state: TrainingState) -> bool:
             an unknown way.
     """
     _reject_deepspeed(state)
-    modules = list(state.of_kind("module").values())
+    modules = list(state.naming_modules().values())
     for module in modules:
         _reshard(module)
     divided = list(filter(may_be_divided, modules))

@@ -41,6 +41,12 @@ def save_and_resume(rank: int, place: Path, ways: list[str]) -> None:
         assert train(other, again, 5 + rank) == expected
         assert_same(gathered(other), gathered(model))
 
+        halves = wrapped(way)
+        fresh = trained_by(halves, way)
+        for name in ("optimizer", "model"):
+            assert manager.restore(state_of(halves, fresh), without=[name]) == 1
+        assert train(halves, fresh, 5 + rank) == expected
+
 
 def refuse(rank: int, place: Path) -> None:
     model = wrapped("flat")
