@@ -431,9 +431,9 @@ def test_what_is_wrong_is_said(example: Path, tmp_path: Path, run: Run) -> None:
     assert "hfshard sign" in unsigned.stdout
     assert run("sign", example).returncode == 2
     assert both.returncode == 2
-    assert "one of public_key, certificate_chain, or identity with oidc_issuer" in both.stderr
+    assert "in exactly one way: by a public key, by certificates, or by an identity and its OIDC issuer" in both.stderr
     assert (ambient.returncode, "--use-staging requires --sigstore" in ambient.stderr) == (2, True)
-    assert (missing.returncode, "private_key: there is no file" in missing.stderr) == (2, True)
+    assert (missing.returncode, "The private key '" in missing.stderr) == (2, True)
 
 
 FIRST, SECOND = SHARDS
