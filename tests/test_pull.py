@@ -96,3 +96,16 @@ def test_a_store_has_no_cache_and_patterns_are_text() -> None:
     patterns: Any = ["*.json", 3]
     with pytest.raises(InvalidArgumentError, match=r"ignore_patterns must be globs, got \['\*\.json', 3\]\.$"):
         hfshard.pull_checkpoint("org/name", ignore_patterns=patterns)
+
+
+def test_a_pattern_that_matches_no_file_is_warned_of(
+    hub: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hfshard.pull_checkpoint(hub, tmp_path / "to", allow_patterns=["REDME*", "notes.*", "*.safetensors"])
+
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["No file matches 'REDME*': nothing is pulled for it."]
+    assert sorted(name for name in os.listdir(tmp_path / "to") if name != ".cache") == [
+        "model.safetensors",
+        "notes.txt",
+    ]

@@ -11,6 +11,8 @@ import torch
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.directory.directory_hub import DirectoryHub
+from tests.commit.test_commit_plan_guide import OLD
+from tests.commit.test_directory_commit import ONE_FILE, save
 
 
 @pytest.fixture
@@ -109,3 +111,18 @@ def test_options_that_contradict_are_refused_before_a_hub_is_made(
     with pytest.raises(InvalidArgumentError, match=f"^{message}"):
         hfshard.push_checkpoint(saved, tmp_path / "hub", **options)
     assert not (tmp_path / "hub").exists()
+
+
+def test_a_config_that_was_removed_after_its_save_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "out", OLD, ONE_FILE)
+    (tmp_path / "out" / "config.json").unlink()
+
+    hfshard.push_checkpoint(tmp_path / "out", tmp_path / "hub")
+
+    path = tmp_path / "out" / "config.json"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"File '{path}' is missing. Download or save the checkpoint again, or run 'hfshard verify {tmp_path / 'out'}'."
+    ]
+    assert names_at(tmp_path / "hub") == ["model.safetensors"]

@@ -170,8 +170,8 @@ class Verifier:
             self._check_foreign(progress_callback)
         elif weights.kind != "index":
             self._check_pickles(progress_callback)
-        if self.weights_name is None:
-            self._warn_of_strays(index)
+        if self.weights_name is None and (index is not None or weights.kind != "index"):
+            self._warn_of_strays(index)  # shards of an index that cannot be read are not strays
         self._warn_of_other_tools_files()
 
     def _read_index(self, name: str) -> CheckpointIndex | None:

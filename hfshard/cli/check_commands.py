@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
-from hfshard.cli.output import bar, checksum_text, print_json, print_message, print_text, table, table_with_bars
+from hfshard.cli.output import bar, checksum_text, fitted_table, print_json, print_message, print_text, table
 from hfshard.cli.shared_arguments import (
     OR_STORE,
     REPO,
@@ -206,7 +206,7 @@ def _files_table(found: Inspection) -> str:
         ]
         for file in found.files
     ]
-    return table_with_bars(["file", ">size", "", ">tensors", "checksum"], rows)
+    return fitted_table(["file", ">size", "", ">tensors", "checksum"], rows, [""])
 
 
 def _dtypes_table(found: Inspection) -> str:
@@ -220,7 +220,7 @@ def _dtypes_table(found: Inspection) -> str:
         ]
         for entry in found.dtypes
     ]
-    return table_with_bars(["dtype", ">tensors", ">parameters", ">size", ""], rows)
+    return fitted_table(["dtype", ">tensors", ">parameters", ">size", ""], rows, [""])
 
 
 def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:
@@ -235,7 +235,8 @@ def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:
         ]
         for tensor in tensors
     ]
-    return table([title, "dtype", "shape", ">parameters", ">size", "file"], rows)
+    titles = [title, "dtype", "shape", ">parameters", ">size", "file"]
+    return fitted_table(titles, rows, [">parameters", "file"])  # the shape says the first one, too
 
 
 def _metadata_text(value: Any) -> str:

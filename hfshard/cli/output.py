@@ -139,13 +139,19 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def table_with_bars(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows as `table` does, without bars, whose title is "", where stdout is a terminal too narrow for them."""
+def fitted_table(titles: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]) -> str:
+    """Lay out rows as `table` does, and leave out columns as long as stdout is a terminal too narrow for them.
+
+    Args:
+        titles, rows: Those of `table`.
+        spare: Titles of the columns to leave out, the least needed first; that of bars is "".
+    """
     laid_out = table(titles, rows)
-    if not sys.stdout.isatty() or max(map(len, laid_out.split("\n"))) <= shutil.get_terminal_size().columns:
+    is_wide = sys.stdout.isatty() and max(map(len, laid_out.split("\n"))) > shutil.get_terminal_size().columns
+    if not is_wide or not spare:
         return laid_out
-    kept = [bool(title) for title in titles]
-    return table(list(compress(titles, kept)), [list(compress(row, kept)) for row in rows])
+    kept = [title != spare[0] for title in titles]
+    return fitted_table(list(compress(titles, kept)), [list(compress(row, kept)) for row in rows], spare[1:])
 
 
 def bar(part: int, whole: int) -> str:

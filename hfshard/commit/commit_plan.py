@@ -222,7 +222,7 @@ def _hide_single(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint) -
     plan.sync()
     if is_indexed:
         plan.write_small(old.names.index, compat_index(keys, hidden))
-    if old.config is not None and old.weights_override is None:
+    if old.config and old.weights_override is None:  # one that is damaged leads nowhere
         plan.write_small(CONFIG_NAME, with_weights_override(old.config, hidden))
     plan.sync()
     plan.remove([single])

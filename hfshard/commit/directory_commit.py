@@ -49,7 +49,13 @@ from hfshard.disk.fsops import (
     unlink_if_exists,
 )
 from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_small
-from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
+from hfshard.errors import (
+    CommitUndoneError,
+    CommitUnfinishedError,
+    DamagedCheckpointError,
+    HfshardError,
+    SaveDirectoryError,
+)
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
 from hfshard.shards.shard_plan import ShardPlan, with_one_more_shard
@@ -120,6 +126,20 @@ class DirectorySession:
             doing=f"Saving into '{self.directory}'",
             todo=" (the old checkpoint stays until the new one is complete). Free some space, or save elsewhere.",
         )
+
+    def reject_damaged_config(self) -> None:
+        """Check the config.json of a directory whose next checkpoint keeps it.
+
+        Raises:
+            DamagedCheckpointError: It is damaged, so that it is unknown which weights it names.
+        """
+        if self.state.config == b"":
+            path = os.path.join(self.directory, CONFIG_NAME)
+            raise DamagedCheckpointError(
+                f"'{path}' is damaged, and a save of tensors alone keeps it. Nothing was written. Delete it, or save "
+                "the model, which writes a new one.",
+                path=path,
+            )
 
     def can_link(self, staged: str) -> bool:
         """Return whether a file in the staging directory can get a second name."""
@@ -404,9 +424,12 @@ def directory_transaction(directory: str, new: NewCheckpoint, writer: ShardWrite
         writer: Writes the files of weights.
 
     Raises:
+        DamagedCheckpointError: config.json is damaged, and this save keeps it.
         The errors of `save_session`.
     """
     with save_session(directory, new.names) as session:
+        if new.config is None and not new.drops_config:
+            session.reject_damaged_config()
         session.drops_signature = new.drops_signature
         yield DirectoryTransaction(session, new, writer)
 

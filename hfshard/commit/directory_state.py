@@ -20,7 +20,7 @@ from hfshard.constants import (
 )
 from hfshard.disk.fsops import sync_directory, write_file
 from hfshard.disk.safe_open import read_small
-from hfshard.errors import HfshardError, MissingShardError, SaveDirectoryError
+from hfshard.errors import HfshardError, SaveDirectoryError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import own_saves, save_in_name
@@ -36,7 +36,7 @@ class DirectoryState:
     names: WeightNames
     listing: frozenset[str]
     config: bytes | None
-    """The bytes of config.json."""
+    """The bytes of config.json; empty if it is damaged, None if there is none."""
     weights_override: str | None
     """The weights file that config.json tells transformers to load before all others, if that file exists."""
     index: CheckpointIndex | None
@@ -209,22 +209,29 @@ def _synced_files(names: WeightNames, listing: Collection[str]) -> set[str]:
 def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes | None, str | None]:
     if CONFIG_NAME not in listing:
         return None, None
-    try:
-        raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)
-    except MissingShardError:  # a link to nothing, which is replaced
+    path = _at(directory, CONFIG_NAME)
+    raw = none_if_damaged(lambda: read_small(path, directory, MAX_CONFIG_BYTES)[0])
+    if raw is None and not os.path.exists(path):  # a link to nothing, which is replaced
         return None, None
+    if raw is None or _parsed(raw) is None:
+        return b"", None
     override = weights_override_of(raw)
     return raw, override if override in listing else None
 
 
 def weights_override_of(config: bytes) -> str | None:
     """Parse the file name in `transformers_weights` of a config.json's bytes; None if there is none, or no JSON."""
+    value = _parsed(config) or {}
+    name = value.get(WEIGHTS_OVERRIDE_KEY)
+    return name if isinstance(name, str) else None
+
+
+def _parsed(config: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(config)
     except (ValueError, RecursionError):
         return None
-    name = value.get(WEIGHTS_OVERRIDE_KEY) if isinstance(value, dict) else None
-    return name if isinstance(name, str) else None
+    return value if isinstance(value, dict) else None
 
 
 def _read_index(directory: str, name: str) -> CheckpointIndex | None:

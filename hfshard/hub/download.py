@@ -31,7 +31,13 @@ from hfshard.format.parts_of_ranks import describe_parts
 from hfshard.hub.cache import RepoCache, is_commit
 from hfshard.hub.http import DOWNLOAD_ATTEMPTS, HubReader, translate_hub_errors, tree_of
 from hfshard.hub.repo import RemoteFile, RepoTree
-from hfshard.hub.resolve import ResolvedCheckpoint, Resolver, companion_files, files_to_compare
+from hfshard.hub.resolve import (
+    ResolvedCheckpoint,
+    Resolver,
+    companion_files,
+    files_to_compare,
+    warn_of_idle_patterns,
+)
 from hfshard.stores.hub_calls import hub_retry, offline_variable, seconds_asked
 
 logger = logging.getLogger(__name__)
@@ -465,6 +471,7 @@ class Fetcher:
         resolved = resolver(files)
         sizes = {path: file.size for path, file in tree.files.items()}
         if self.query.needs_companions:
+            warn_of_idle_patterns(sizes, self.query)
             files.download(companion_files(sizes, self.query))
         if self.query.needs_signature:
             files.download(files_to_compare(sizes, self.query))

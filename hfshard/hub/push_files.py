@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol
@@ -15,7 +15,7 @@ from hfshard._util.arguments import check_text_arguments
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.locate import directory_not_found
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
 from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
@@ -637,9 +637,12 @@ class DirectoryFiles:
                     found[path] = folder.source(path)
         return found
 
-    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
-        """Open the checkpoint of a variant."""
-        return open_checkpoint(self.place, variant=variant)
+    @contextmanager
+    def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
+        """Open the checkpoint of a variant, and warn of small files that were edited or removed since its save."""
+        with open_checkpoint(self.place, variant=variant) as checkpoint:
+            warn_of_others_files(checkpoint, "structure")
+            yield checkpoint
 
     def check(self, paths: Collection[str]) -> None:
         """Reject names that no pull accepts, and links that leave the directory, unless they are to be followed."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +36,8 @@ from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import is_save_index
 from hfshard.hub.repo import CommitFiles
+
+logger = logging.getLogger(__name__)
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """Prefixes of a checkpoint's weights, including those of its variants: only the selected ones are pulled."""
@@ -170,6 +173,15 @@ def files_to_compare(files: Mapping[str, int], query: CheckpointQuery) -> list[s
         if path.removeprefix(below) in _READ_BY_MODELS or not path.endswith(WEIGHTS_SUFFIXES)
     ]
     return sorted({*found, *({SIGNATURE_NAME} & files.keys())})
+
+
+def warn_of_idle_patterns(files: Collection[str], query: CheckpointQuery) -> None:
+    """Log the patterns of a pull that match none of the files that there are, such as misspelled ones."""
+    from huggingface_hub.utils import filter_repo_objects  # here, because it takes time to import
+
+    for pattern in query.allow_patterns or ():
+        if not any(filter_repo_objects(files, allow_patterns=[pattern])):
+            logger.warning("No file matches '%s': nothing is pulled for it.", pattern)
 
 
 def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:

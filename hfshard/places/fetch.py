@@ -37,7 +37,7 @@ from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.directory_hub import hub_named
 from hfshard.hub.download import Fetcher, fetch, is_offline
 from hfshard.hub.pull_target import OwnFiles
-from hfshard.hub.resolve import ResolvedCheckpoint, companion_files, resolve_checkpoint
+from hfshard.hub.resolve import ResolvedCheckpoint, companion_files, resolve_checkpoint, warn_of_idle_patterns
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,11 @@ def fetch_or_export(
     directory = os.path.join(snapshot, *query.path("").split("/"))
     try:
         with open_checkpoint(directory.rstrip("/"), variant=query.variant, verify=verify) as checkpoint:
-            companions = [] if target is None else companion_files(_sizes_in(snapshot), query)
+            sizes = {} if target is None else _sizes_in(snapshot)
+            companions = companion_files(sizes, query)
             if hub is not None:
+                if target is not None:
+                    warn_of_idle_patterns(sizes, query)
                 hub.verify(
                     commit, paths=_exported(checkpoint, companions, query) if target else None, progress=progress
                 )

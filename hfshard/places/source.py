@@ -49,6 +49,20 @@ class CheckpointSource:
         """True for a place that other code cannot read by its path: a store, or a directory hub."""
         return self.place.is_for_hfshard_only
 
+    def reject_unused_revision(self) -> None:
+        """Reject a revision of a plain directory; loads ignore it as transformers does, other calls have no reason to.
+
+        Raises:
+            InvalidArgumentError: There is one, and it is not "main", the default of transformers' functions.
+        """
+        revision, place = self.query.revision, self.place
+        if revision not in (None, "", "main") and not place.has_revisions:
+            raise InvalidArgumentError(
+                f"revision={revision!r} is for a hub: '{self.path}' is a plain directory, which has no revisions. "
+                "Leave it out.",
+                path=self.path,
+            )
+
     def fetch(self, progress: bool | None = None) -> ResolvedSource:
         """Find the checkpoint, and download what a model is built from, unless it is on disk; see `Place.fetch`."""
         return self.place.fetch(self.query, progress, takes_files=self.takes_files)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import clear_staging
-from hfshard.commit.directory_state import DirectoryState, read_directory_state
-from hfshard.constants import STAGING_DIRECTORY
-from hfshard.disk.fsops import locked_directory, reject_linked_directories, sync_directory, unlink_if_exists
+from hfshard.commit.directory_state import DirectoryState, none_if_damaged, read_directory_state
+from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
+from hfshard.disk.fsops import (
+    locked_directory,
+    make_directories,
+    reject_linked_directories,
+    sync_directory,
+    unlink_if_exists,
+    write_file,
+)
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
+from hfshard.format.strict_json import dump_json, parse_json_object
 from hfshard.removal.removal_plan import (
     NOT_ITS_OWN,
     SHARED,
@@ -25,6 +36,8 @@ from hfshard.removal.removal_plan import (
     is_of_weights,
     phase_of_weights,
 )
+
+logger = logging.getLogger(__name__)
 
 LOCK_WAIT_SECONDS: Final = 5.0
 """How long a removal waits for a save in the directory: the user has not chosen to remove what that one saves."""
@@ -77,6 +90,7 @@ def _removal(make_plan: Callable[[], RemovalPlan]) -> Removal:
         with locked_directory(plan.place, wait_seconds=LOCK_WAIT_SECONDS):
             now = make_plan()
             plan.check_same(now)
+            _note_small_files(now)
             unlink_in_order(now)
             clear_staging(plan.place)
 
@@ -93,16 +107,18 @@ def _plan_checkpoint(directory: str, names: WeightNames) -> RemovalPlan:
             path=directory,
         )
     weights = {*state.owned, *_named_like_shards(state)}
-    if not state.has_weights or not state.owned:
-        _raise_not_found(state)
     small = {name for name in SMALL_FILES if os.path.lexists(os.path.join(directory, name))}
+    if not state.has_weights or not state.owned:
+        if weights or not os.path.lexists(os.path.join(directory, _NOTE)):
+            _raise_not_found(state)
+        small = _noted_small_files(directory)
     others = state.listing - weights - small
     if any(is_of_weights(name) for name in others):
         small = set()
     staged = _staged_files(directory)
     phases = [*in_phases(weights, lambda name: phase_of_weights(name, names)), sorted(small), staged]
     kept = {
-        shown: SHARED if name in SMALL_FILES else NOT_ITS_OWN
+        shown: SHARED if name in SMALL_FILES and weights else NOT_ITS_OWN
         for name, shown in shown_names(directory).items()
         if name not in weights | small
     }
@@ -150,3 +166,46 @@ def _staged_files(directory: str) -> list[str]:
         for folder, _, files in os.walk(staging)
         for name in files
     )
+
+
+# A note of the small files: when the weights are gone, nothing else tells that these belonged to them.
+
+
+_NOTE: Final = os.path.join(STAGING_DIRECTORY, "removal.json")
+
+
+def _note_small_files(plan: RemovalPlan) -> None:
+    """Record durably which small files a removal will unlink; a save removes the note with the staging directory."""
+    small = {name: digest for name in SMALL_FILES if name in plan.found and (digest := _sha256(plan.place, name))}
+    if not small:
+        return
+    path = os.path.join(plan.place, _NOTE)
+    try:
+        make_directories(os.path.dirname(path))
+        if os.path.lexists(path):  # of a killed removal
+            unlink_if_exists(path)
+        write_file(path, dump_json(small))
+        sync_directory(os.path.dirname(path))
+    except OSError as error:  # a full disk, which the removal is to make room on
+        logger.warning("'%s' could not be written (%s): if the removal is killed, small files may stay.", path, error)
+
+
+def _noted_small_files(directory: str) -> set[str]:
+    """Find the small files that a killed removal did not get to unlink, and that are still the same."""
+    path = os.path.join(directory, _NOTE)
+
+    def read() -> dict[str, Any]:
+        raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+        return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
+
+    noted = none_if_damaged(read) or {}
+    return {name for name in SMALL_FILES if name in noted and noted[name] == _sha256(directory, name)}
+
+
+def _sha256(directory: str, name: str) -> str | None:
+    """Hash a small file; None if it is missing, or not a regular file."""
+    path = os.path.join(directory, name)
+    if not os.path.isfile(path) or os.path.islink(path):
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

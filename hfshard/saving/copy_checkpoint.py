@@ -16,7 +16,7 @@ from hfshard.format.index import Verify, without_commit_keys
 from hfshard.format.stored_save import objects_of_saves
 from hfshard.hub.push_files import FilesOfPlace, PushContents, detect_variants
 from hfshard.hub.repo import PushResult
-from hfshard.hub.resolve import companion_files
+from hfshard.hub.resolve import companion_files, warn_of_idle_patterns
 from hfshard.places.place import SavePlace
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source
@@ -107,7 +107,9 @@ def _copy_one(
 def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:
     """Find the files that go along with a checkpoint, as in a pull."""
     contents = files.contents()
-    found = companion_files({query.path(name): content.size for name, content in contents.items()}, query)
+    sizes = {query.path(name): content.size for name, content in contents.items()}
+    warn_of_idle_patterns(sizes, query)
+    found = companion_files(sizes, query)
     names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
     names -= objects_of_saves(path for path in contents if "/" not in path)  # of a directory that was synced
     files.check(names)

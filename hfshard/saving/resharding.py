@@ -112,6 +112,7 @@ def reshard_source(
     """
     floating = _floating_dtype(dtype)
     dst = target.address
+    source.reject_unused_revision()
     local = source.find_local()
     if local is not None and local.weights_name is not None:
         reject_beside_file(local, target)

@@ -257,5 +257,5 @@ def _reason(error: Exception, what: str = "") -> str:
     """Return type and first line of another library's error: InvalidSignature has no text, others none for a user."""
     if what and isinstance(error, _OF_OTHER_SHAPE) and "assword" not in str(error):
         return f"it is {what} of another kind"
-    text = (str(error).strip().splitlines() or [""])[0].rstrip(". ")
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".?! ")  # the message goes on behind it
     return f"{type(error).__name__}{f': {text:.300}' if text else ''}"

@@ -133,18 +133,19 @@ def _signer(
 ) -> Any:
     """Return a function that sets the signer of the library's `signing.Config`."""
     if (private_key is None) == (sigstore is None):
-        raise InvalidArgumentError("Pass exactly one of private_key or sigstore={...} to name the signer.")
+        raise InvalidArgumentError("Name the signer in exactly one way: by a private key, or by Sigstore.")
     if sigstore is not None:
         if signing_certificate is not None or certificate_chain or password is not None:
             raise InvalidArgumentError(
-                "sigstore has its own certificate. Leave out signing_certificate, certificate_chain and password."
+                "Sigstore has its own certificate. Leave out the signing certificate, the certificate chain and the "
+                "password."
             )
         return lambda config: config.use_sigstore_signer(**sigstore)
     assert private_key is not None
     key = existing_file(private_key, "private_key")
     if signing_certificate is None:
         if certificate_chain:
-            raise InvalidArgumentError("certificate_chain requires signing_certificate. Pass both.")
+            raise InvalidArgumentError("A certificate chain requires a signing certificate. Pass both.")
         # The library passes it to cryptography, which takes bytes, despite the library's annotation.
         secret: Any = None if password is None else password.encode()
         return lambda config: config.use_elliptic_key_signer(private_key=key, password=secret)

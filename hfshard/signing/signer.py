@@ -41,8 +41,8 @@ class SignedBy:
         kinds = [self.public_key is not None, bool(self.certificate_chain), self.identity is not None]
         if sum(kinds) != 1 or (self.identity is None) != (self.oidc_issuer is None):
             raise InvalidArgumentError(
-                "Pass exactly one of public_key, certificate_chain, or identity with oidc_issuer to name the "
-                "required signer."
+                "Name the required signer in exactly one way: by a public key, by certificates, or by an identity and "
+                "its OIDC issuer."
             )
         if isinstance(self.certificate_chain, str | os.PathLike):
             object.__setattr__(self, "certificate_chain", [self.certificate_chain])
@@ -92,8 +92,9 @@ def existing_file(path: str | os.PathLike[str], name: str) -> str:
         InvalidArgumentError: It is not a file.
     """
     found = absolute_path(path, name)
+    what = name.replace("_", " ")  # the words of the option, too
     if os.path.isdir(found):
-        raise InvalidArgumentError(f"{name}: '{found}' is a directory, not a file.", path=found)
+        raise InvalidArgumentError(f"The {what} '{found}' is a directory, not a file.", path=found)
     if not os.path.isfile(found):
-        raise InvalidArgumentError(f"{name}: there is no file '{found}'.", path=found)
+        raise InvalidArgumentError(f"The {what} '{found}' does not exist.", path=found)
     return found

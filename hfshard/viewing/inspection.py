@@ -210,6 +210,7 @@ def _opened_with_key(stack: ExitStack, request: OpenRequest, refusals: list[Inva
 
 def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:
     source = CheckpointSource(path, query, takes_files=True)
+    source.reject_unused_revision()
     local = source.find_local()
     if local is not None:
         checkpoint = stack.enter_context(open_source(source, options, local))

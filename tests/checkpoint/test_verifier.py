@@ -99,6 +99,16 @@ def test_strays_are_named_unless_one_file_alone_is_to_be_checked(tmp_path: Path)
     assert verify(tmp_path, weights_name="model.safetensors").warnings == ()
 
 
+def test_the_shards_of_an_index_that_cannot_be_read_are_no_strays(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, max_shard_size=1)
+    (tmp_path / INDEX).write_text("{")
+
+    report = verify(tmp_path)
+
+    assert [problem.file for problem in report.problems] == [str(tmp_path / INDEX)]
+    assert report.warnings == ()
+
+
 def test_an_error_becomes_a_problem_without_the_advice_to_verify_and_once(tmp_path: Path) -> None:
     directory = str(tmp_path)
     verifier = Verifier(as_folder(directory), WeightNames(), "full")

@@ -431,9 +431,9 @@ def test_what_is_wrong_is_said(example: Path, tmp_path: Path, run: Run) -> None:
     assert "hfshard sign" in unsigned.stdout
     assert run("sign", example).returncode == 2
     assert both.returncode == 2
-    assert "one of public_key, certificate_chain, or identity with oidc_issuer" in both.stderr
+    assert "in exactly one way: by a public key, by certificates, or by an identity and its OIDC issuer" in both.stderr
     assert (ambient.returncode, "--use-staging requires --sigstore" in ambient.stderr) == (2, True)
-    assert (missing.returncode, "private_key: there is no file" in missing.stderr) == (2, True)
+    assert (missing.returncode, "The private key '" in missing.stderr) == (2, True)
 
 
 FIRST, SECOND = SHARDS
@@ -581,6 +581,21 @@ def test_bar_is_shown_on_a_terminal_unless_unwanted(
     assert option is None or shown == b""
 
 
+def lines_on_terminal(columns: int, environment: dict[str, str], *arguments: object) -> list[str]:
+    """Run a command on a terminal of this width, and return what it prints there."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (25, columns))
+    without_columns = {name: value for name, value in environment.items() if name != "COLUMNS"}
+
+    done = processes.run(["-m", "hfshard", *arguments], env=without_columns, stdout=theirs)
+    os.close(theirs)
+    lines = os.read(ours, 65536).decode().splitlines()
+    os.close(ours)
+
+    assert done.returncode == 0
+    return lines
+
+
 @pytest.mark.parametrize(
     ("columns", "shown"),
     [
@@ -591,19 +606,36 @@ def test_bar_is_shown_on_a_terminal_unless_unwanted(
 def test_files_are_one_line_each_on_a_terminal_of_80_columns(
     columns: int, shown: str, example: Path, child_environment: dict[str, str]
 ) -> None:
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (25, columns))
-    environment = {name: value for name, value in child_environment.items() if name != "COLUMNS"}
+    lines = lines_on_terminal(columns, child_environment, "inspect", example)
 
-    done = processes.run(["-m", "hfshard", "inspect", example], env=environment, stdout=theirs)
-    os.close(theirs)
-    lines = os.read(ours, 65536).decode().splitlines()
-    os.close(ours)
-
-    assert done.returncode == 0
     [line] = [line for line in lines if line.startswith("model-00002-of-00002.safetensors ")]
     assert line.startswith(shown)
     assert len(line) <= columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "head", "shown"),
+    [
+        (80, "dtype  shape  size", "F32    2×3    24 B"),
+        (90, "dtype  shape  size  file", "F32    2×3    24 B  model.safetensors"),
+        (
+            120,
+            "dtype  shape  parameters  size  file",
+            "F32    2×3             6  24 B  model.safetensors",
+        ),
+    ],
+)
+def test_tensors_are_one_line_each_on_a_narrow_terminal(
+    columns: int, head: str, shown: str, tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    name = "base_model.model.layers.0.self_attn.q_proj.weight"
+    hfshard.save_state_dict({name: torch.ones(2, 3)}, tmp_path)
+
+    lines = lines_on_terminal(columns, child_environment, "inspect", tmp_path)
+
+    at = next(number for number, line in enumerate(lines) if line.startswith("largest tensors"))
+    assert lines[at] == f"{'largest tensors':<49}  {head}"
+    assert lines[at + 1] == f"{name}  {shown}"
 
 
 def test_what_is_signed_with_is_exactly_one_of_key_and_sigstore(capsys: pytest.CaptureFixture[str]) -> None:

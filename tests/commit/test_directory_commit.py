@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hfshard.disk.byte_source import BytesSource
-from hfshard.errors import CommitUndoneError, CommitUnfinishedError
+from hfshard.errors import CommitUndoneError, CommitUnfinishedError, DamagedCheckpointError
 from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -308,3 +308,32 @@ def test_a_stale_signature_that_cannot_be_removed_is_no_failed_save(
         save_request(SaveRequest(tensors=state_dict(NEW), options=options), place_to_save(tmp_path))
 
     assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("new", "new")
+
+
+@pytest.mark.parametrize("damaged", [b"\0" * 40, b"", b'{"a": 1'], ids=["zero bytes", "empty", "cut off"])
+@pytest.mark.parametrize("limit", [SHARDS, ONE_FILE], ids=["shards", "one file"])
+def test_a_damaged_config_is_replaced_by_a_save_of_a_model_and_refused_by_one_of_tensors(
+    limit: int, damaged: bytes, tmp_path: Path
+) -> None:
+    save(tmp_path, OLD, limit)
+    (tmp_path / "config.json").write_bytes(damaged)
+    before = listing(tmp_path)
+    tensors = SaveRequest(tensors=state_dict(NEW), options=SaveOptions(max_shard_size=limit))
+
+    with pytest.raises(DamagedCheckpointError, match=r"Nothing was written\. Delete it, or save the model, which"):
+        save_request(tensors, place_to_save(tmp_path))
+    assert listing(tmp_path) == before
+
+    save(tmp_path, NEW, limit)
+    assert by_transformers(tmp_path) == by_hub(tmp_path) == "new"
+
+
+@pytest.mark.parametrize("damaged", [b"\0" * 40, b'{"a": 1'], ids=["zero bytes", "cut off"])
+def test_a_damaged_config_goes_with_a_model_that_has_none(damaged: bytes, tmp_path: Path) -> None:
+    save(tmp_path, OLD, ONE_FILE)
+    (tmp_path / "config.json").write_bytes(damaged)
+    request = SaveRequest(tensors=state_dict(NEW), options=SaveOptions(), drops_config=True, hides_single=True)
+
+    save_request(request, place_to_save(tmp_path))
+
+    assert sorted(listing(tmp_path)) == ["model.safetensors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,33 @@ def test_each_try_costs_requests_in_a_store_so_that_there_are_fewer() -> None:
 
     assert ResolvedSource("/there", "/there", LocalFolder("/there")).traits.retries == 400
     assert ResolvedSource("/there", "/there", folder).traits.retries == 20
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: hfshard.reshard_checkpoint(path, f"{path}-new", revision="v1"),
+        lambda path: hfshard.show_checkpoint(path, f"{path}.html", revision="v1"),
+    ],
+    ids=["reshard", "show"],
+)
+def test_a_revision_of_a_plain_directory_is_refused_and_nothing_is_written(
+    call: Callable[[str], object], tmp_path: Path
+) -> None:
+    hfshard.save_state_dict({"a": torch.ones(2)}, tmp_path / "out")
+
+    with pytest.raises(InvalidArgumentError) as caught:
+        call(str(tmp_path / "out"))
+
+    directory = tmp_path / "out"
+    assert str(caught.value) == (
+        f"revision='v1' is for a hub: '{directory}' is a plain directory, which has no revisions. Leave it out."
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_main_is_no_revision_of_a_directory_and_a_load_ignores_all_as_transformers_does(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"a": torch.ones(2)}, tmp_path)
+
+    assert hfshard.reshard_checkpoint(tmp_path, tmp_path, revision="main").weight_map == {"a": "model.safetensors"}
+    assert list(hfshard.load_state_dict(tmp_path, revision="v1")) == ["a"]

@@ -151,12 +151,39 @@ def test_a_removal_that_is_killed_leaves_the_checkpoint_or_none(make: Any, tmp_p
         assert seen[1] in (before[1], "error")
         if not is_killed:
             break
-        if (place / INDEX).exists() or (place / "model.safetensors").exists():
+        if os.listdir(place) != []:
             hfshard.remove_checkpoint(place)
             assert os.listdir(place) == []
     assert not is_killed
     assert os.listdir(place) == []
     assert number >= 2
+
+
+def test_a_config_that_a_killed_removal_left_stays_if_it_was_changed_or_belongs_to_other_weights(
+    tmp_path: Path, kill_at: Any
+) -> None:
+    arm, disarm = kill_at
+    for name in ("changed", "other weights", "saved again"):
+        save(tmp_path / name, OLD, ONE_FILE)
+        arm(1)
+        with pytest.raises(Killed):
+            hfshard.remove_checkpoint(tmp_path / name)
+        disarm()
+        assert (tmp_path / name / "config.json").exists()
+    (tmp_path / "changed" / "config.json").write_text('{"a": 1}')
+    save_file(state_dict(NEW), tmp_path / "other weights" / "model.fp16.safetensors")
+    save(tmp_path / "saved again", NEW, ONE_FILE)
+    (tmp_path / "saved again" / "model.safetensors").unlink()
+
+    with pytest.raises(CheckpointNotFoundError):
+        hfshard.remove_checkpoint(tmp_path / "saved again")
+    for name in ("changed", "other weights"):
+        assert list(hfshard.remove_checkpoint(tmp_path / name).removed) == [".cache/huggingface/hfshard/removal.json"]
+        with pytest.raises(CheckpointNotFoundError):
+            hfshard.remove_checkpoint(tmp_path / name)
+
+    for name in ("changed", "other weights", "saved again"):
+        assert (tmp_path / name / "config.json").exists()
 
 
 def test_a_damaged_index_goes_with_the_shards_that_have_its_names(tmp_path: Path) -> None:

@@ -338,7 +338,8 @@ def test_a_save_that_another_overtakes_while_it_hashes_reads_no_object_that_is_g
                 save_into(other, request(weights(2), model_files={"large.json": large.replace(b"y", b"z")}))
             return found
 
-    one = Save({"model": wanted}, Slow())
-    with store_transaction(store, one.new, one.writer) as target:
+    slow = Slow()
+    one = Save({"model": wanted}, slow)
+    with store_transaction(store, one.new, slow) as target:
         assert not one.into(target)  # it was all there when it began
     assert loaded(store.objects) == (None, {2.0, 3.0, 4.0})

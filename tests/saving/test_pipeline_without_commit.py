@@ -8,6 +8,7 @@ import pytest
 
 from hfshard.commit.directory_commit import directory_transaction
 from hfshard.commit.store_commit import store_transaction
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.load import load_state_dict
 from hfshard.saving.pipeline import Save
 from tests.stores.saving.checkpoints import loaded, request, save_into, saved, settled
@@ -19,7 +20,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 
 def save_to(directory: Path, save: Save) -> None:
-    with directory_transaction(str(directory), save.new, save.writer) as target:
+    with directory_transaction(str(directory), save.new, OwnShardWriter()) as target:
         save.into(target)
 
 
@@ -33,7 +34,7 @@ def test_a_directory_that_is_left_without_commit_is_as_it_was(tmp_path: Path, li
     before = files_in(tmp_path)
 
     save = Save({"model": request(2, 2, limit=limit)})
-    with directory_transaction(str(tmp_path), save.new, save.writer) as target:
+    with directory_transaction(str(tmp_path), save.new, OwnShardWriter()) as target:
         save.prepare(target)
         save.write(target)
         assert len(files_in(tmp_path)) > len(before)  # staged
@@ -46,7 +47,7 @@ def test_a_directory_is_as_it_was_when_the_last_moment_refuses(tmp_path: Path) -
     before = files_in(tmp_path)
 
     save = Save({"model": request(2, 2)})
-    with directory_transaction(str(tmp_path), save.new, save.writer) as target:
+    with directory_transaction(str(tmp_path), save.new, OwnShardWriter()) as target:
         save.prepare(target)
         save.write(target)
         with pytest.raises(InterruptedError, match="not now"):
@@ -60,7 +61,7 @@ def test_a_store_that_is_left_without_commit_loads_as_before_and_the_next_save_c
     objects = saved(request(1, 1))
     store = MemoryStore(objects)
     save = Save({"model": request(2, 2)})
-    with store_transaction(store, save.new, save.writer) as target:
+    with store_transaction(store, save.new, OwnShardWriter()) as target:
         save.prepare(target)
         save.write(target)
         with pytest.raises(InterruptedError, match="not now"):
@@ -75,7 +76,7 @@ def test_a_store_that_is_left_without_commit_loads_as_before_and_the_next_save_c
 def test_a_store_that_has_exactly_this_is_asked_for_no_confirmation() -> None:
     store = MemoryStore(saved(request(1, 1)))
     save = Save({"model": request(1, 1)})
-    with store_transaction(store, save.new, save.writer) as target:
+    with store_transaction(store, save.new, OwnShardWriter()) as target:
         save.prepare(target)
         save.write(target)
         assert not save.commit(target, refuse)

@@ -325,5 +325,5 @@ def test_keys_of_other_kinds_are_refused(signed: Path, keys: Keys, tmp_path: Pat
 
 
 def test_a_directory_is_no_key(signed: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"public_key: '.*' is a directory, not a file"):
+    with pytest.raises(InvalidArgumentError, match=r"The public key '.*' is a directory, not a file"):
         hfshard.verify_checkpoint(signed, public_key=tmp_path)

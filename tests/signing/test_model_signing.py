@@ -80,8 +80,9 @@ def test_what_is_no_key_is_refused_before_anything_is_written(tmp_path: Path, ke
     raw = sign(tmp_path, {"a.bin": OF_ABC}, keys.private)
     with pytest.raises(
         InvalidArgumentError, match=r"^Cannot check a signature with the key of '.*': .* openssl ec -in KEY"
-    ):
+    ) as caught:
         read(tmp_path, raw, keys.private)
+    assert "?. A public key must be" not in str(caught.value)
 
 
 def test_files_are_hashed_as_a_signature_says_whole_or_in_parts(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ import pytest
 from hfshard.errors import InvalidArgumentError
 from hfshard.signing.signer import SignedBy, existing_file
 
-ONE_OF = "Pass exactly one of public_key, certificate_chain, or identity with oidc_issuer to name the required signer."
+ONE_OF = (
+    "Name the required signer in exactly one way: by a public key, by certificates, or by an identity and its OIDC "
+    "issuer."
+)
 
 
 @pytest.fixture
@@ -52,13 +55,16 @@ def test_relative_paths_are_made_absolute_at_once(key: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("name", ["public_key", "certificate_chain", "trust_config"])
-def test_a_missing_file_or_a_directory_is_an_error_that_names_the_argument(key: str, tmp_path: Path, name: str) -> None:
+def test_a_missing_file_or_a_directory_is_an_error_that_says_what_it_is_for(
+    key: str, tmp_path: Path, name: str
+) -> None:
     others: dict[str, Any] = {"identity": "me", "oidc_issuer": "https://issuer"} if name == "trust_config" else {}
-    for path, what in (("none.pem", f"there is no file '{tmp_path}/none.pem'"), (".", f"'{tmp_path}' is a directory")):
+    word = name.replace("_", " ")
+    for path, what in (("none.pem", f"'{tmp_path}/none.pem' does not exist."), (".", f"'{tmp_path}' is a directory")):
         given: Any = [key, path] if name == "certificate_chain" else path
         with pytest.raises(InvalidArgumentError) as raised:
             SignedBy(**others, **{name: given})
-        assert str(raised.value).startswith(f"{name}: {what}")
+        assert str(raised.value).startswith(f"The {word} {what}")
 
 
 def test_a_public_key_argument_is_a_path_or_a_signer(key: str) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Final, Literal, TypeGuard
 
 from hfshard.checkpoint.folder import Folder, as_folder
@@ -204,6 +204,7 @@ class RunCheckpoint:
         self.step = step
         self.save_id = save_id
         self._open_folder = open_folder
+        self._kept: tuple[CheckpointManifest | None, HfshardError | None] | None = None
         self._read = read or (lambda: read_manifest(self.folder()))
 
     def __repr__(self) -> str:
@@ -293,8 +294,17 @@ class RunCheckpoint:
         """True if a save created it under this name; a user's copy is never removed."""
         return self.is_finished and is_own_name(os.path.basename(self.path), self.step)
 
-    @cached_property
+    @property
     def _outcome(self) -> tuple[CheckpointManifest | None, HfshardError | None]:
+        """The first read's outcome. Two threads may both read, since a lock would be one for all checkpoints.
+
+        (`cached_property` has such a lock in Python 3.11: one slow manifest would stall the reads of all others.)
+        """
+        if self._kept is None:
+            self._kept = self._outcome_of_read()
+        return self._kept
+
+    def _outcome_of_read(self) -> tuple[CheckpointManifest | None, HfshardError | None]:
         try:
             manifest = self._read()
             if manifest.step != self.step:

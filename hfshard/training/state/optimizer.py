@@ -11,7 +11,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from hfshard._util.text import shorten_list
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.tensors.flat_tensor import PartOfTensor
 from hfshard.training.state.nested import encode
 from hfshard.training.state.pending_loads import PendingLoad, check_options, class_mismatch
@@ -47,10 +47,13 @@ def encode_optimizer(
 
     Raises:
         InvalidArgumentError: A parameter has no name.
-        UnstorableTensorError: A value in its state cannot be stored.
+        UnstorableTensorError: A value in its state cannot be stored, or torch cannot load it again.
     """
     state_dict = optimizer.state_dict()
     position_names = _position_names(optimizer, state_dict, names, component)
+    if _loads_as_torch(optimizer):
+        for key, value in state_dict["state"].items():
+            _reject_unloadable(value, component, position_names.get(key, key))
     groups = []
     for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups)):
         options = {key: value for key, value in packed.items() if key != "params"}
@@ -121,7 +124,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
         for number, (now, before) in enumerate(zip(current["param_groups"], matched))
     ]
     loaded = {**saved["more"], "state": state, "param_groups": groups}
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+    if _loads_as_torch(optimizer):
         _twin(optimizer).load_state_dict(loaded)
 
     before = dict(vars(optimizer))
@@ -146,6 +149,40 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             put_back()
 
     return PendingLoad(component, load, undo)
+
+
+def _loads_as_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict
+
+
+def _reject_unloadable(state: Any, component: str, name: Any) -> None:
+    """Reject a state that torch's `load_state_dict` cannot load: it builds what can be iterated from a generator.
+
+    Raises:
+        UnstorableTensorError: It has such a value.
+    """
+    found: list[Any] = []
+
+    def is_unloadable(value: Any) -> bool:
+        if isinstance(value, torch.Tensor | dict) or not isinstance(value, Iterable):
+            return False
+        build: Callable[[Iterator[Any]], object] = type(value)
+        try:
+            build(item for item in value)
+        except TypeError:
+            found.append(value)
+        return bool(found)
+
+    place = find_in(state, is_unloadable)
+    if place is not None:
+        kind = f"{type(found[0]).__module__}.{type(found[0]).__qualname__}".removeprefix("builtins.")
+        what = f"'{place}' in the state of '{name}'" if place else f"The state of '{name}'"
+        raise UnstorableTensorError(
+            f"{what} in '{component}' is a {kind}, which torch's load_state_dict cannot load. Nothing was saved. "
+            "Keep a tensor or a list there instead.",
+            fqn=f"{name}/{place}",
+            actual=kind,
+        )
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:

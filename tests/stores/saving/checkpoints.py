@@ -14,6 +14,7 @@ from safetensors.torch import save as to_safetensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit.store_commit import store_transaction
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.index import CheckpointIndex
 from hfshard.saving.pipeline import Save
@@ -28,7 +29,7 @@ PICKLES = "pytorch_model.bin"
 def save_into(store: Store, request: SaveRequest, check: Callable[[], None] = lambda: None) -> CheckpointIndex:
     """Save into an open store as `save_request` does into an address."""
     save = Save({"model": request})
-    with store_transaction(store, save.new, save.writer) as target:
+    with store_transaction(store, save.new, OwnShardWriter()) as target:
         save.into(target, check)
     return save.index()
 

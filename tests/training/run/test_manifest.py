@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,13 @@ from hfshard.checkpoint.folder import LocalFolder
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, UnsafePathError
 from hfshard.format.index import FileDigest, sha256_of
 from hfshard.format.strict_json import dump_json
-from hfshard.training.run.manifest import CheckpointManifest, plain_metrics, read_manifest, small_record
+from hfshard.training.run.manifest import (
+    CheckpointManifest,
+    RunCheckpoint,
+    plain_metrics,
+    read_manifest,
+    small_record,
+)
 
 RAW = b'{"a": 1}\n'
 RECORD = FileDigest(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0ddc828aeace432f67")
@@ -147,3 +155,26 @@ def test_metrics_are_numbers_by_name() -> None:
     assert plain_metrics({"a": 1, "b": math.inf}, "loss") == {"a": 1.0, "b": math.inf}
     with pytest.raises(InvalidArgumentError, match="The metric 'loss' must be a number, got 'low'"):
         plain_metrics("low", "loss")  # type: ignore[arg-type]
+
+
+def test_a_slow_read_of_one_manifest_stalls_no_other_read() -> None:
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def read_slowly() -> CheckpointManifest:
+        is_reading.set()
+        may_end.wait(30)
+        return manifest()
+
+    slow = RunCheckpoint("slow", 1200, read_slowly)
+    fast = RunCheckpoint("fast", 1200, manifest)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(slow.require_manifest)
+        is_reading.wait(30)
+        second = pool.submit(fast.require_manifest)
+        try:
+            found = second.result(timeout=10)
+        finally:
+            may_end.set()
+
+    assert found.step == 1200
+    assert first.result().step == 1200

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.training import fingerprint
 
@@ -238,3 +239,51 @@ def test_groups_that_share_a_learning_rate_get_their_own_where_these_were_others
     assert all(group["lr"] is shared for group in optimizer.param_groups)
     manager.restore(state, 1)
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("value", "place", "kind"),
+    [
+        (np.ones(3), "shape", "numpy.ndarray"),
+        (range(3), "shape", "range"),
+        ([1, {"ids": range(2)}], "shape.1.ids", "range"),
+    ],
+    ids=["array", "range", "nested"],
+)
+def test_a_state_that_torch_cannot_load_is_refused_by_name_at_the_save(
+    value: object, place: str, kind: str, tmp_path: Path
+) -> None:
+    run = Run("ab", torch.optim.Adam)
+    run.train()
+    run.optimizer.state[run.model["b"].weight]["shape"] = value
+    manager = CheckpointManager(tmp_path / "run")
+
+    with pytest.raises(UnstorableTensorError) as caught:
+        manager.save(1, run.state)
+
+    expected = f"'{place}' in the state of 'b.weight' in 'optimizer' is a {kind}, which torch's load_state_dict cannot"
+    assert str(caught.value).startswith(expected)
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+class _OwnLoad(torch.optim.Adam):
+    """An optimizer that loads its array by itself."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        arrays = {key: state.pop("shape", None) for key, state in state_dict["state"].items()}
+        super().load_state_dict(state_dict)
+        for key, parameter in enumerate(self.param_groups[0]["params"]):
+            if arrays.get(key) is not None:
+                self.state[parameter]["shape"] = arrays[key]
+
+
+def test_a_state_that_an_optimizer_loads_by_itself_is_saved(tmp_path: Path) -> None:
+    run = Run("ab", _OwnLoad)
+    run.train()
+    run.optimizer.state[run.model["b"].weight]["shape"] = np.ones(3)
+    CheckpointManager(tmp_path).save(1, run.state)
+
+    other = Run("ab", _OwnLoad)
+    CheckpointManager(tmp_path).restore(other.state)
+
+    assert other.optimizer.state[other.model["b"].weight]["shape"].tolist() == [1.0, 1.0, 1.0]
