@@ -20,6 +20,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt, start_worker
 from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
 from hfshard.constants import FINGERPRINT_BYTES
+from hfshard.disk.direct_io import check_setting
 from hfshard.distributed.exchange import CpuGroup, Exchange
 from hfshard.distributed.spread_tensor import ByteArray
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners, assign_owners
@@ -71,6 +72,7 @@ class RankWriter:
         stored_name: Callable[[str], str] = str,
         writers: Sequence[int] = (),
     ) -> None:
+        check_setting()  # raises where the environment asks for what there is not
         self._session, self._holders = session, holders
         self._exchange = Exchange(holders, held, session, group)
         self._names = list(holders.layouts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -185,10 +186,12 @@ def test_shards_of_another_checksum_are_compared_before_they_are_pushed(tmp_path
 class SavedOver(DirectoryFiles):
     """A directory into which another process saves between the listing and the opening."""
 
-    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
+    @contextmanager
+    def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
         """Save, then open what was saved."""
         hfshard.save_state_dict({"w": torch.ones(4000)}, self.place)
-        return super().open_variant(variant)
+        with super().open_variant(variant) as checkpoint:
+            yield checkpoint
 
 
 def test_a_save_after_the_listing_is_pushed_with_its_own_sizes(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_state_that_torch_cannot_load_is_refused_by_name_at_the_save(
 ) -> None:
     run = Run("ab", torch.optim.Adam)
     run.train()
-    run.optimizer.state[run.model["b"].weight]["shape"] = value
+    run.optimizer.state[run.model.get_parameter("b.weight")]["shape"] = value
     manager = CheckpointManager(tmp_path / "run")
 
     with pytest.raises(UnstorableTensorError) as caught:
@@ -280,10 +280,10 @@ class _OwnLoad(torch.optim.Adam):
 def test_a_state_that_an_optimizer_loads_by_itself_is_saved(tmp_path: Path) -> None:
     run = Run("ab", _OwnLoad)
     run.train()
-    run.optimizer.state[run.model["b"].weight]["shape"] = np.ones(3)
+    run.optimizer.state[run.model.get_parameter("b.weight")]["shape"] = np.ones(3)
     CheckpointManager(tmp_path).save(1, run.state)
 
     other = Run("ab", _OwnLoad)
     CheckpointManager(tmp_path).restore(other.state)
 
-    assert other.optimizer.state[other.model["b"].weight]["shape"].tolist() == [1.0, 1.0, 1.0]
+    assert other.optimizer.state[other.model.get_parameter("b.weight")]["shape"].tolist() == [1.0, 1.0, 1.0]
