@@ -282,7 +282,7 @@ def settle_copies(
         try:
             save = store_plan.read_save(store, found[highest.object_name(entry)], highest)
             large = {name: found[highest.object_name(name)] for name in sorted(save.large_files)}
-            objects = {name: store_plan.read_small(store, one, MAX_INDEX_BYTES) for name, one in large.items()}
+            objects = {name: store_plan.read_object(store, one, MAX_INDEX_BYTES) for name, one in large.items()}
         except (CheckpointChangedError, KeyError):  # a still higher one has replaced it
             continue
         except (DamagedCheckpointError, UnsafePathError):  # it counts all the same, and has put no copies to replace

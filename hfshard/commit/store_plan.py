@@ -224,11 +224,11 @@ def read_save(store: Store, found: StoredObject, save_id: SaveId) -> StoredSave:
         DamagedCheckpointError, UnsafePathError: It is damaged, or larger than any index.
         CheckpointChangedError: It was replaced or deleted.
     """
-    raw = read_small(store, found, MAX_SAVE_BYTES)
+    raw = read_object(store, found, MAX_SAVE_BYTES)
     return StoredSave.from_json(raw, str(store.address.joined(found.name)), save_id)
 
 
-def read_small(store: Store, found: StoredObject, limit: int) -> bytes:
+def read_object(store: Store, found: StoredObject, limit: int) -> bytes:
     """Read a small object, unless this process has put or read it before.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from hfshard.commit.store_plan import highest_index, read_save, read_small
+from hfshard.commit.store_plan import highest_index, read_object, read_save
 from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from hfshard.format.stored_save import SaveId, save_in_name, saves_among
@@ -135,7 +135,7 @@ def _plain_manifest(store: Store, found: Mapping[str, StoredObject]) -> Checkpoi
     if MANIFEST not in found:
         return None
     try:
-        raw = read_small(store, replace(found[MANIFEST], name=MANIFEST), MAX_INDEX_BYTES)
+        raw = read_object(store, replace(found[MANIFEST], name=MANIFEST), MAX_INDEX_BYTES)
         return CheckpointManifest.from_json(raw, str(store.address.joined(MANIFEST)))
     except (DamagedCheckpointError, UnsafePathError):
         return None

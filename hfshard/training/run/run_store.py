@@ -267,7 +267,7 @@ class RunStore:
         return store_plan.read_save(self._store, replace(found, name=f"{folder}/{found.name}"), save_id)
 
     def _read_plain_manifest(self, folder: str, found: StoredObject) -> CheckpointManifest:
-        raw = store_plan.read_small(self._store, replace(found, name=f"{folder}/{MANIFEST}"), MAX_INDEX_BYTES)
+        raw = store_plan.read_object(self._store, replace(found, name=f"{folder}/{MANIFEST}"), MAX_INDEX_BYTES)
         return CheckpointManifest.from_json(raw, f"{self.root}/{folder}/{MANIFEST}")
 
     def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:
