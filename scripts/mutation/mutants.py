@@ -200,7 +200,7 @@ MUTANTS: Final = (
     Mutant(
         "undone-without-flushes",
         "what a rollback puts back is on disk before it removes what was in its place",
-        "            return partial(sync_directory, self.directory)  # what",
+        "            return self._flush  # what",
         "            return lambda: None  # what",
         (
             "tests/places/test_fetch.py::test_a_pull_that_is_undone_flushes_what_it_puts_back_before_it_removes_what_replaced_it",
@@ -209,8 +209,8 @@ MUTANTS: Final = (
     Mutant(
         "undone-where-a-cut-may-redo",
         "a rollback leaves the shards of an index that a power cut may bring back",
-        "            if last.moves and not self._is_durable():",
-        "            if last.moves and self._is_durable() is None:",
+        "            if last.moves and not self._flush():",
+        "            if last.moves and self._flush() is None:",
         (
             "tests/commit/test_directory_commit.py::test_shards_stay_where_a_power_cut_may_bring_back_the_index_that_names_them",
         ),

@@ -26,8 +26,8 @@ from hfshard.format.file_names import WeightNames
 from hfshard.pickles.plain_values import NotStored
 from hfshard.tensors.stored_tensor import TensorLike, storage_id
 from hfshard.training.restoring.spread_read import StateLayouts, read_local_parts
+from hfshard.training.state.nested import find_in
 from hfshard.training.state.optimizer import BY_OPTIONS
-from hfshard.training.state.reordering import find_in
 
 
 class NamedRun:

@@ -37,7 +37,7 @@ from hfshard.training.restoring.part_planner import (
 )
 from hfshard.training.restoring.spread_read import StateLayouts
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.state.reordering import find_in
+from hfshard.training.state.nested import find_in
 from hfshard.training.state.rng import check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState, is_spread_state

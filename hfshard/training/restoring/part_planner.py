@@ -32,7 +32,7 @@ from hfshard.tensors.state_dict import (
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import stage_digest
 from hfshard.training.state.flat_optimizer import local_states
-from hfshard.training.state.nested import decode, encode
+from hfshard.training.state.nested import decode, encode, find_in
 from hfshard.training.state.optimizer import (
     group_names,
     link_inner_optimizers,
@@ -44,7 +44,6 @@ from hfshard.training.state.pending_loads import PendingLoad
 from hfshard.training.state.reordering import (
     PER_GROUP,
     Reordering,
-    find_in,
     held_optimizers,
     is_per_parameter,
     related_positions,

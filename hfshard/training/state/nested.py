@@ -389,3 +389,31 @@ def _ordered(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
         return tensor
     back = [order.index(dimension) for dimension in range(tensor.ndim)]
     return tensor.permute(order).contiguous().permute(back)
+
+
+# Search in nested values.
+
+
+def entries_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the entries of a value with their keys or positions; none if it is not a container."""
+    if isinstance(value, ObjectState):
+        value = value.attributes
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list | tuple | deque):
+        yield from enumerate(value)
+
+
+def find_in(value: Any, is_wanted: Callable[[Any], bool], at: str = "") -> str | None:
+    """Find the first of the nested values that matches, and return its place.
+
+    Example:
+        assert find_in({"d": [1, "x"]}, lambda one: isinstance(one, str)) == "d.1"
+    """
+    if is_wanted(value):
+        return at
+    for name, item in entries_of(value):
+        place = find_in(item, is_wanted, f"{at}.{name}" if at else str(name))
+        if place is not None:
+            return place
+    return None

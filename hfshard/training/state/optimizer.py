@@ -13,12 +13,11 @@ from torch.optim import LBFGS, Optimizer
 from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.tensors.flat_tensor import PartOfTensor
-from hfshard.training.state.nested import encode
+from hfshard.training.state.nested import encode, find_in
 from hfshard.training.state.pending_loads import PendingLoad, check_options, class_mismatch
 from hfshard.training.state.reordering import (
     Names,
     Reordering,
-    find_in,
     find_ordered_state,
     get_entry,
     is_per_parameter,

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.pickles.plain_values import NotStored
-from hfshard.training.state.nested import ObjectState
+from hfshard.training.state.nested import ObjectState, entries_of, find_in
 
 
 def is_sequence(value: Any) -> bool:
@@ -26,16 +26,6 @@ def is_sequence(value: Any) -> bool:
     if isinstance(value, dict):
         return len(value) > 0 and not isinstance(value, Counter) and set(value) == set(range(len(value)))
     return isinstance(value, list | tuple | deque)
-
-
-def entries_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the entries of a value with their keys or positions; none if it is not a container."""
-    if isinstance(value, ObjectState):
-        value = value.attributes
-    if isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, list | tuple | deque):
-        yield from enumerate(value)
 
 
 def get_entry(value: Any, name: Any) -> Any:
@@ -155,21 +145,6 @@ def order_digest(part: object, names: Names, modules: Mapping[str, nn.Module] | 
 
 
 # Search for state that depends on the order of parameters: vectors and lists of all of them.
-
-
-def find_in(value: Any, is_wanted: Callable[[Any], bool], at: str = "") -> str | None:
-    """Find the first of the nested values that matches, and return its place.
-
-    Example:
-        assert find_in({"d": [1, "x"]}, lambda one: isinstance(one, str)) == "d.1"
-    """
-    if is_wanted(value):
-        return at
-    for name, item in entries_of(value):
-        place = find_in(item, is_wanted, f"{at}.{name}" if at else str(name))
-        if place is not None:
-            return place
-    return None
 
 
 def is_per_parameter(parameters: Collection[torch.Tensor]) -> Callable[[Any], bool]:

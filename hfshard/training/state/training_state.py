@@ -175,7 +175,7 @@ class TrainingState:
         """Return the modules that name the parameters of optimizers, those that are left out as well.
 
         Example:
-            names = [parameter_names(module) for module in state.naming_modules().values()]
+            modules = state.naming_modules()
         """
         left_out = {name: part for name, part in self.left_out.items() if isinstance(part, nn.Module)}
         return self.of_kind("module") | left_out
