@@ -333,7 +333,15 @@ def repair_hint(path: str) -> str:
 
 
 def not_as_saved(
-    path: str, what: str, actual: object, expected: object, *, shard: bool = False, damage: str = "", hint: str = ""
+    path: str,
+    what: str,
+    actual: object,
+    expected: object,
+    *,
+    shard: bool = False,
+    damage: str = "",
+    hint: str = "",
+    fqn: str | None = None,
 ) -> IntegrityError:
     """Build the error for a file whose bytes differ from those that were saved.
 
@@ -344,12 +352,14 @@ def not_as_saved(
         shard: Whether it is a shard.
         damage: A sentence on the damage, if more is known.
         hint: What to do; "": `repair_hint`.
+        fqn: A damaged tensor, if one is known.
     """
     sentences = [damage, hint or repair_hint(path)]
     return IntegrityError(
         f"{'Shard ' if shard else ''}'{path}' is not the file that was saved: its {what} is {actual}, but was "
         f"{expected}. {' '.join(filter(None, sentences))}",
         path=path,
+        fqn=fqn,
         expected=expected,
         actual=actual,
     )

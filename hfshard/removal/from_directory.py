@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection
@@ -13,6 +12,7 @@ from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import clear_staging
 from hfshard.commit.directory_state import DirectoryState, none_if_damaged, read_directory_state
 from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
+from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.disk.fsops import (
     locked_directory,
     make_directories,
@@ -208,4 +208,4 @@ def _sha256(directory: str, name: str) -> str | None:
     if not os.path.isfile(path) or os.path.islink(path):
         return None
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of_reader(file)

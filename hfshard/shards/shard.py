@@ -241,9 +241,8 @@ class SafetensorsShard(ABC):
         which = "It is damaged, or belongs to another save."
         if damaged:
             which = f"Damaged: tensor {shorten_list(damaged, _SHOWN, quote=True)}."
-        error = not_as_saved(self.path, what, actual, expected, shard=True, damage=which)
-        error.fqn = damaged[0] if damaged else None
-        return error
+        first = damaged[0] if damaged else None
+        return not_as_saved(self.path, what, actual, expected, shard=True, damage=which, fqn=first)
 
     def truncated_error(self) -> DamagedCheckpointError:
         """Build the error for a file that was truncated after it was opened."""

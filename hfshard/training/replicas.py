@@ -11,7 +11,6 @@ import torch
 
 from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError
-from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
     is_dtensor,
@@ -76,7 +75,7 @@ class Replicas:
         objects: dict[str, str] = {}
         optimizers: dict[str, str] = {}
         # Under FSDP1 and DeepSpeed each rank's optimizer has a part of what is saved, under no parameter's name.
-        are_parts = bool(state.named_optimizers) or any(map(has_flat_parameters, state.of_kind("module").values()))
+        are_parts = bool(state.named_optimizers) or state.is_flattened
         for name, part in state.components.items():
             kind = state.kinds[name]
             is_optimizer = kind == "optimizer"

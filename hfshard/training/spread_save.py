@@ -28,7 +28,6 @@ from hfshard.format.index import Checksum, FileDigest
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
-from hfshard.tensors.fsdp1 import has_flat_parameters
 from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
@@ -112,7 +111,7 @@ def save_spread(
             return _save_replicated(order, writer, write, session, own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
-        if is_pipeline and any(map(has_flat_parameters, order.state.of_kind("module").values())):
+        if is_pipeline and order.state.is_flattened:
             raise InvalidArgumentError(
                 "The ranks have different modules, and FullyShardedDataParallel (FSDP1) has flattened some. Shard the "
                 "stages of a pipeline with torch.distributed.fsdp.fully_shard."

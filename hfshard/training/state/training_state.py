@@ -18,13 +18,14 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.fsdp1 import has_flat_parameters, reshard_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
+    has_parts,
     is_dtensor,
     may_be_divided,
     parameter_names,
     parts_of_parameters,
     tied_parameter_names,
 )
-from hfshard.tensors.zero3 import RUN_REMEDY, has_partitioned, is_partitioned
+from hfshard.tensors.zero3 import RUN_REMEDY, is_partitioned
 from hfshard.training.data.external_loader import track
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
@@ -313,13 +314,11 @@ def is_spread_state(state: TrainingState) -> bool:
     modules = list(state.naming_modules().values())
     for module in modules:
         _reshard(module)
-    divided = list(filter(may_be_divided, modules))
-    are_flattened = any(map(has_flat_parameters, divided))
-    if are_flattened:
+    if state.is_flattened:
         _reject_flat_gradients(state)
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
-    is_in_parts = are_flattened or bool(state.named_optimizers) or any(map(has_partitioned, divided))
+    is_in_parts = bool(state.named_optimizers) or any(map(has_parts, modules))
     return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
 
 
