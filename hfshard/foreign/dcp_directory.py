@@ -69,7 +69,7 @@ def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str], fo
     inner = os.path.join(directory, folder) if folder else directory
     for name_in_folder, chunks in sorted(by_file.items()):
         file = f"{folder}/{name_in_folder}" if folder else name_in_folder
-        with open_items(inner, name_in_folder, layouts) as items:
+        with open_items(inner, name_in_folder, layouts, [chunk for _, chunk in chunks]) as items:
             identities[file] = items.identity
             for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
                 tensor = chosen[name]

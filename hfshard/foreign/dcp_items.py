@@ -10,13 +10,14 @@ import io
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from hfshard.disk.direct_io import read_spots
 from hfshard.disk.safe_open import identity_of, open_regular
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.foreign.described_values import MALFORMED, pattern_of, reject_other_names
@@ -79,6 +80,12 @@ class Chunk(NamedTuple):
     length: int
     """Bytes of the item."""
 
+    @property
+    def edges(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Positions and lengths of its beginning and end, where its zip has everything but the numbers."""
+        count = min(self.length, _EDGE_BYTES)
+        return (self.begin, max(count, len(RECORD_MARK))), (self.begin + self.length - count, count)
+
 
 class ItemLayout(NamedTuple):
     """A tensor as the pickle of an item describes it."""
@@ -112,17 +119,20 @@ class _Record(NamedTuple):
 
 
 @contextmanager
-def open_items(directory: str, file: str, layouts: dict[bytes, ItemLayout]) -> Iterator[ItemFile]:
+def open_items(
+    directory: str, file: str, layouts: dict[bytes, ItemLayout], chunks: Iterable[Chunk] = ()
+) -> Iterator[ItemFile]:
     """Open a file with items.
 
     Args:
         directory: The directory of `.metadata`.
         file: Name of the file.
         layouts: Pickle of an item -> its tensor; most items have one of a few pickles.
+        chunks: All chunks in the file that will be found, so that their items' edges are read together.
     """
     fd = open_regular(os.path.join(directory, file), directory)
     try:
-        yield ItemFile(fd, os.path.join(directory, file), layouts)
+        yield ItemFile(fd, os.path.join(directory, file), layouts, chunks)
     finally:
         os.close(fd)
 
@@ -130,12 +140,14 @@ def open_items(directory: str, file: str, layouts: dict[bytes, ItemLayout]) -> I
 class ItemFile:
     """An open file with items."""
 
-    def __init__(self, fd: int, path: str, layouts: dict[bytes, ItemLayout]) -> None:
+    def __init__(self, fd: int, path: str, layouts: dict[bytes, ItemLayout], chunks: Iterable[Chunk]) -> None:
         self.identity = identity_of(os.fstat(fd))
         self.size = self.identity[2]
         self._fd, self._path = fd, path
         self._layouts = layouts
         self._header: Header | None = None
+        spots = sorted({edge for chunk in chunks if chunk.begin + chunk.length <= self.size for edge in chunk.edges})
+        self._spots = dict(zip(spots, read_spots(fd, 0, self.size, spots), strict=True))
 
     def find(self, fqn: str, chunk: Chunk, dtype: torch.dtype) -> FoundChunk:
         """Find the bytes of a chunk.
@@ -148,7 +160,7 @@ class ItemFile:
         if chunk.begin + chunk.length > self.size:
             raise self._damaged(fqn, f"its bytes end at {chunk.begin + chunk.length:,}, but the file has {self.size:,}")
         try:
-            if self.read(chunk.begin, len(RECORD_MARK)) != RECORD_MARK:
+            if not self.read(*chunk.edges[0]).startswith(RECORD_MARK):
                 return FoundChunk(self._find_in_safetensors(fqn, chunk, dtype), None, tuple(range(len(chunk.sizes))))
             item = _Zip(self, chunk.begin, chunk.length)
             layout = self._layout_of(item.contents("data.pkl"))
@@ -193,7 +205,8 @@ class ItemFile:
 
     def read(self, begin: int, count: int) -> bytes:
         """Read bytes of the file."""
-        return os.pread(self._fd, count, begin)
+        found = self._spots.get((begin, count))
+        return os.pread(self._fd, count, begin) if found is None else found
 
     def _find_in_safetensors(self, fqn: str, chunk: Chunk, dtype: torch.dtype) -> int:
         if self._header is None:

@@ -15,8 +15,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from hfshard.disk.direct_io import is_cached
 from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from hfshard.foreign.dcp_items import Chunk, FoundChunk, open_items
+from tests.helpers.page_cache import make_cold
 
 BEFORE = b"another item"
 
@@ -30,8 +32,9 @@ def saved(value: Any) -> bytes:
 def find(raw: bytes, directory: Path, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> FoundChunk:
     """Find the chunk in an item that is not the first of its file."""
     (directory / "0").write_bytes(BEFORE + raw + b"and another")
-    with open_items(str(directory), "0", {}) as items:
-        return items.find("w", Chunk((0,) * len(sizes), sizes, "0", len(BEFORE), len(raw)), dtype)
+    chunk = Chunk((0,) * len(sizes), sizes, "0", len(BEFORE), len(raw))
+    with open_items(str(directory), "0", {}, [chunk]) as items:
+        return items.find("w", chunk, dtype)
 
 
 def check(tensor: torch.Tensor, directory: Path) -> FoundChunk:
@@ -63,6 +66,21 @@ def test_a_transposed_tensor_says_its_order(tmp_path: Path) -> None:
     assert find(saved(torch.randn(4, 6).t()), tmp_path, (6, 4)).order == (1, 0)
     last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     assert find(saved(last), tmp_path, (2, 3, 4, 5)).order == (0, 2, 3, 1)
+
+
+def test_items_of_a_cold_file_are_found_past_the_page_cache(tmp_path: Path) -> None:
+    # Small pages in the cache would keep the file from coming into it in huge ones.
+    items = [saved(torch.full((1000, 1000), number)) for number in (1.0, 2.0)]
+    (tmp_path / "0").write_bytes(b"".join(items))
+    chunks = [Chunk((0, 0), (1000, 1000), "0", number * len(items[0]), len(items[0])) for number in range(2)]
+    path = tmp_path / "0"
+    make_cold(path)
+    with open(path, "rb") as file, open_items(str(tmp_path), "0", {}, chunks) as opened:
+        found = [opened.find("w", chunk, torch.float32) for chunk in chunks]
+        assert not any(is_cached(file.fileno(), chunk.begin, 4096) for chunk in chunks)
+    raw = path.read_bytes()
+    for number, one in enumerate(found, 1):
+        assert raw[one.offset : one.offset + 4_000_000] == torch.full((1000, 1000), number).float().numpy().tobytes()
 
 
 def test_items_of_safetensors_are_found(tmp_path: Path) -> None:
