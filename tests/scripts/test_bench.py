@@ -120,6 +120,30 @@ def test_one_question_alone_replaces_its_section_only(
     ]
 
 
+def test_another_checkout_is_measured_in_turns(tmp_path: Path, forking_environment: dict[str, str]) -> None:
+    shutil.copytree(REPOSITORY / "hfshard", tmp_path / "before" / "hfshard", ignore=shutil.ignore_patterns("*.pyc"))
+    with open(tmp_path / "before" / "hfshard" / "verify.py", "a") as module:
+        module.write("\n\n_verify = verify_checkpoint\n\n\ndef verify_checkpoint(*args, **kwargs):\n")
+        module.write("    import time\n\n    time.sleep(1)\n    return _verify(*args, **kwargs)\n")
+    (tmp_path / "data").mkdir()
+
+    arguments = [tmp_path / "before", "verify", "--params", "tiny", "--rounds", "1", "--directory", tmp_path / "data"]
+    done = processes.run([BENCH / "against.py", *arguments], env=forking_environment, timeout=600)
+
+    [table] = tables(done.stdout)
+    assert table[0] == ["", "before, s", "now, s", "now / before", "before, MiB", "now, MiB", ""]
+    assert [row[0] for row in table[2:]][:1] == ["verify: hfshard, sha256 cold"], done.stderr
+    assert all(float(row[1]) > 1 > float(row[2]) for row in table[2:]), done.stdout
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_checkout_without_the_package_is_refused(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    done = processes.run([BENCH / "against.py", tmp_path, "save"], env=child_environment)
+
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"error: {tmp_path} holds no hfshard/: name the folder of another checkout\n")
+
+
 @pytest.mark.slow
 def test_every_question_runs_with_every_peer(
     tmp_path: Path, place: list[str], child_environment: dict[str, str]

@@ -49,7 +49,7 @@ class Child:
     """A fresh process for one peer, or (peer "") for the question's inputs; it imports and prepares from the start."""
 
     def __init__(self, question: str, peer: str, context: Context, environment: dict[str, str]) -> None:
-        python_path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
+        python_path = os.pathsep.join([str(SCRIPTS), str(context.checkout), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.harness.measuring", question, peer, json.dumps(context.as_json())],
             stdin=subprocess.PIPE,

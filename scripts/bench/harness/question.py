@@ -51,6 +51,8 @@ class Context:
     """A new directory for the output of this run; deleted after it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Additions to the children's environment."""
+    checkout: Path = Path(__file__).resolve().parents[3]
+    """Where the hfshard lies that is measured."""
 
     @property
     def size(self) -> Size:
@@ -69,12 +71,12 @@ class Context:
 
     def as_json(self) -> dict[str, Any]:
         """Write it as JSON, for a child's command line."""
-        return {**asdict(self), "directory": str(self.directory), "target": str(self.target)}
+        return asdict(self) | {name: str(getattr(self, name)) for name in ("directory", "target", "checkout")}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Context:
         """Read the output of `as_json`."""
-        return cls(**{**value, "directory": Path(value["directory"]), "target": Path(value["target"])})
+        return cls(**value | {name: Path(value[name]) for name in ("directory", "target", "checkout")})
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
         if question.around is not None:
             context = stack.enter_context(question.around(context))
         say(f"{question.name}: making the inputs ({context.params})")
-        _make_inputs(question, context)
+        make_inputs(question, context)
         peers = [peer for peer in question.peers(context) if with_side or peer.every == 1]
         size = total_bytes(context.specs) if context.specs.exists() else 0
         held = int(question.held * max(size, 0 if context.params == "tiny" else HELD_LEAST))
@@ -64,7 +64,8 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
     return {**counts, "skipped": skipped, "peers": found}
 
 
-def _make_inputs(question: Question, context: Context) -> None:
+def make_inputs(question: Question, context: Context) -> None:
+    """Make the inputs of a question, in a process of its own."""
     child = Child(question.name, "", context, context.environment)
     try:
         child.prepared()
@@ -81,7 +82,7 @@ def _run_rounds(
     for number in range(rounds):
         due = [peer for peer in peers if number % peer.every == 0 and peer.name not in skipped]
         turn = number % len(due) if due else 0
-        for peer, found in _run_all(question, due[turn:] + due[:turn], context, reserve):
+        for peer, found in run_peers(question, due[turn:] + due[:turn], context, reserve):
             if "skipped" in found:
                 skipped[peer.name] = found["skipped"]
                 say(f"  skipped: {peer.title} {peer.state}: {found['skipped']}")
@@ -92,7 +93,7 @@ def _run_rounds(
     return runs, skipped
 
 
-def _run_all(
+def run_peers(
     question: Question, peers: list[Peer], context: Context, reserve: Reserve
 ) -> Iterator[tuple[Peer, dict[str, Any]]]:
     """Run peers, of which some prepare side by side; each is measured alone, while these wait."""
