@@ -120,7 +120,7 @@ def test_one_question_alone_replaces_its_section_only(
     ]
 
 
-def test_another_checkout_is_measured_in_turns(tmp_path: Path, forking_environment: dict[str, str]) -> None:
+def test_another_checkout_is_measured_in_turns(tmp_path: Path, child_environment: dict[str, str]) -> None:
     shutil.copytree(REPOSITORY / "hfshard", tmp_path / "before" / "hfshard", ignore=shutil.ignore_patterns("*.pyc"))
     with open(tmp_path / "before" / "hfshard" / "verify.py", "a") as module:
         module.write("\n\n_verify = verify_checkpoint\n\n\ndef verify_checkpoint(*args, **kwargs):\n")
@@ -128,7 +128,7 @@ def test_another_checkout_is_measured_in_turns(tmp_path: Path, forking_environme
     (tmp_path / "data").mkdir()
 
     arguments = [tmp_path / "before", "verify", "--params", "tiny", "--rounds", "1", "--directory", tmp_path / "data"]
-    done = processes.run([BENCH / "against.py", *arguments], env=forking_environment, timeout=600)
+    done = processes.run([BENCH / "against.py", *arguments], env=child_environment, timeout=600)
 
     [table] = tables(done.stdout)
     assert table[0] == ["", "before, s", "now, s", "now / before", "before, MiB", "now, MiB", ""]
