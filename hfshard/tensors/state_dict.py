@@ -19,6 +19,7 @@ from hfshard.tensors.fsdp1 import (
     flat_members,
     flat_parameter_names,
     has_flat_parameters,
+    hides_parameters,
     reshard_parameters,
     with_flat_tensors,
     without_gathering,
@@ -92,6 +93,7 @@ def may_be_divided(model: nn.Module) -> bool:
         any(not isinstance(one, nn.Parameter) for one in parameters)
         or any(hasattr(one, mark) for one in parameters for mark in (PARTITIONED, FLATTENED))
         or (fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules))
+        or any(map(hides_parameters, modules))
     )
 
 
