@@ -10,16 +10,14 @@ import torch
 
 import hfshard
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.distributed.layout import MeshLayout, Placement
 from hfshard.distributed.read_parts import read_parts
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import UnstorableTensorError
+from hfshard.tensors.flat_tensor import FlatLayout, FlatTensor
 from tests.distributed.gloo import check_ranks
 from tests.distributed.test_save_on_ranks_state_dicts import contents
 
 RANKS = 4
-EVEN = MeshLayout((4,), (0, 1, 2, 3), (Placement(0),))
-REPLICATED = MeshLayout((2, 2), (0, 1, 2, 3), (Placement(None), Placement(0)))
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 5), "one": (1,), "cube": (2, 3, 7), "vector": (9,)}
 FLAT_SIZE = 70
 """Elements of a flat tensor of all of them, with three of padding."""
@@ -30,42 +28,45 @@ def whole_state() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def own_interval(rank: int, mesh: MeshLayout, flat: torch.Tensor) -> torch.Tensor:
-    """Cut a flat tensor as the mesh says, and copy this rank's part."""
-    parts = mesh.shape[-1]
-    return [*flat.chunk(parts), *[flat[:0]] * parts][rank % parts].clone()
+def own_part(
+    rank: int, flat: torch.Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], first: int = 0
+) -> FlatTensor:
+    """Cut a flat tensor over ranks, copy this one's interval, and return its part of a tensor in it."""
+    own = [*flat.chunk(len(ranks)), *[flat[:0]] * len(ranks)][ranks.index(rank)].clone()
+    return FlatTensor.within(own, shape, FlatLayout(ranks, is_cut=True, elements=flat.numel(), first=first), rank)
 
 
 def parts_of(rank: int, whole: dict[str, torch.Tensor]) -> dict[str, SpreadTensor]:
-    """Each tensor cut alone, in two ways; and all of them cut as one flat tensor."""
+    """Each tensor cut alone: over all ranks, and over two of them; and all cut over two as one flat tensor."""
     found = {}
-    for prefix, mesh in (("even.", EVEN), ("replicated.", REPLICATED)):
+    two = (0, 1) if rank < 2 else (2, 3)
+    for prefix, ranks in (("even.", (0, 1, 2, 3)), ("replicated.", two)):
         for name, tensor in whole.items():
-            own = own_interval(rank, mesh, tensor.flatten())
-            found[prefix + name] = SpreadTensor.of_flat(own, name, tensor.shape, mesh)
+            found[prefix + name] = own_part(rank, tensor.flatten(), tuple(tensor.shape), ranks)
     together = torch.cat([*(tensor.flatten() for tensor in whole.values()), torch.full((3,), torch.nan)])
-    own = own_interval(rank, REPLICATED, together)
     first = 0
     for name, tensor in whole.items():
-        flat = first, FLAT_SIZE
-        found[f"flat.{name}"] = SpreadTensor.of_flat(own, name, tensor.shape, REPLICATED, flat)
+        found[f"flat.{name}"] = own_part(rank, together, tuple(tensor.shape), two, first)
         first += tensor.numel()
-    return found
+    return {name: SpreadTensor.of(part, name) for name, part in found.items()}
 
 
 def expected_state() -> dict[str, torch.Tensor]:
     whole = whole_state()
     found = {f"{prefix}.{name}": whole[name].clone() for prefix in ("even", "replicated", "flat") for name in whole}
-    return found | {"tied": found["even.cube"], "flat.rows": whole["cube"][1, 1:].clone()}
+    rows = {"flat.rows": whole["cube"][1, 1:].clone(), "even.end": whole["vector"][4:].clone()}
+    return found | {"tied": found["even.cube"]} | rows
 
 
 def save_and_read(rank: int, place: Path) -> None:
     parts = parts_of(rank, whole_state())
     rows = parts["flat.cube"].view(((1, 2), (1, 3), (0, 7)), (2, 7))
+    end = parts["even.vector"].view(((4, 9),), (5,))
+    assert end.part().tolist() == whole_state()["vector"][max(4, 3 * rank) : 3 * rank + 3].tolist()
     with pytest.raises(UnstorableTensorError, match=r"Cannot store columns \[\(0, 2\), \(0, 3\), \(1, 7\)\]"):
         parts["flat.cube"].view(((0, 2), (0, 3), (1, 7)), (2, 3, 6))
 
-    state: Any = {**parts, "tied": parts["even.cube"], "flat.rows": rows}
+    state: Any = {**parts, "tied": parts["even.cube"], "flat.rows": rows, "even.end": end}
     hfshard.save_state_dict(state, place / "ranks", max_shard_size=300)
 
     assert contents(place / "ranks") == contents(place / "alone")
@@ -87,7 +88,9 @@ def test_intervals_are_saved_and_read(tmp_path: Path) -> None:
 
 def describe_wrongly(rank: int) -> None:
     with pytest.raises(UnstorableTensorError, match=r"a part of shape \[3\], but its placements say \[2\]") as caught:
-        SpreadTensor.of_flat(torch.zeros(3), "weight", (2, 2), MeshLayout((2,), (0, 1), (Placement(0),)))
+        SpreadTensor.of(
+            FlatTensor(torch.zeros(3), (2, 2), FlatLayout((0, 1), is_cut=True, elements=4, first=0)), "weight"
+        )
     assert caught.value.fqn == "weight"
 
 
