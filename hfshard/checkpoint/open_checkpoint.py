@@ -491,7 +491,7 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
 def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry, key: str | None) -> OpenCheckpoint:
     if weights.kind == "foreign":
         return checkpoint_of(open_foreign(folder.path, weights.name, key), folder, names, weights)
-    return checkpoint_of(folder.open_shards([weights.name])[weights.name], folder, names, weights)
+    return checkpoint_of(folder.open_shard(weights.name), folder, names, weights)
 
 
 def checkpoint_of(shard: SafetensorsShard, folder: Folder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
