@@ -556,10 +556,13 @@ def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dic
     """
     found: dict[str, TensorLike] = {}
     for file, shard in checkpoint.shards.items():
-        digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()), checks_files)
+        recorded = checkpoint.index.files.get(file, FileDigest())
+        digests = recorded.split_tensor_digests(shard.header.tensors)
+        if digests is None and checks_files:
+            shard.check_contents(recorded)
         for info in shard.header.tensors.values():
             layout = TensorLayout(info.dtype, info.shape, info.nbytes, info.name in shard.complex_as_real)
-            digest = digests.get(info.name)
+            digest = None if digests is None else digests[info.name]
             found[info.name] = RawTensor(layout, partial(_checked_blocks, shard, info, digest), digest)
     for pickled in checkpoint.pickles.values():
         found.update(pickled.stored_tensors(_LEAST_READ_BYTES))
@@ -575,16 +578,6 @@ def is_compared(checkpoint: OpenCheckpoint) -> bool:
     if checkpoint.pickles:
         return not check_pickle_checksums(checkpoint.pickles)
     return checkpoint.index.is_verifiable
-
-
-def _digests(shard: SafetensorsShard, recorded: FileDigest, checks_files: bool) -> dict[str, str]:
-    names = list(shard.header.tensors)
-    digests = recorded.split_tensor_digests(len(names))
-    if digests is not None:
-        return dict(zip(names, digests, strict=True))
-    if checks_files:
-        shard.check_contents(recorded)
-    return {}
 
 
 def _checked_blocks(

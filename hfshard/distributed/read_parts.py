@@ -632,7 +632,7 @@ def _pieces_of(block: PartToRead, source: FileTensor, digest: UnorderedDigest | 
     is_direct = is_read_into(target, source.dtype)
     if is_direct and len(runs.offsets) == 1:
         start = int(runs.offsets[0]) + source.start
-        take = None if digest is None else partial(_hash, digest, start)
+        take = None if digest is None else partial(digest.add, start, stays=True)
         return [Piece(start, runs.total, bytes_view(target), take)]
     windows = list(windows_of(runs, GAP_BYTES))
     if len(windows) > 1 and not is_direct:
@@ -644,10 +644,6 @@ def _pieces_of(block: PartToRead, source: FileTensor, digest: UnorderedDigest | 
         nbytes = int(some.offsets[-1] + some.lengths[-1] - some.offsets[0])
         found.append(Piece(start, nbytes, None, partial(_take_runs, block, source, some, digest, start)))
     return found
-
-
-def _hash(digest: UnorderedDigest, start: int, found: memoryview, cancelled: threading.Event) -> None:
-    digest.add(start, found, cancelled, stays=True)
 
 
 def _take_runs(

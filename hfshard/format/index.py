@@ -66,12 +66,17 @@ class FileDigest:
         digests = (("sha256", self.sha256), ("xxh3", self.xxh3))
         return next(((kind, digest) for kind, digest in digests if digest is not None), None)
 
-    def split_tensor_digests(self, count: int) -> list[str] | None:
-        """Return the digest of each of `count` tensors; None if they are unknown, or for another number of tensors."""
+    def split_tensor_digests(self, names: Collection[str]) -> dict[str, str] | None:
+        """Return the digest of each of the file's tensors; None if they are unknown, or for another number of tensors.
+
+        Args:
+            names: In the order of the tensors' bytes.
+        """
         text = self.tensor_digests
-        if text is None or len(text) != TENSOR_DIGEST_HEX * count:
+        if text is None or len(text) != TENSOR_DIGEST_HEX * len(names):
             return None
-        return [text[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(text), TENSOR_DIGEST_HEX)]
+        starts = range(0, len(text), TENSOR_DIGEST_HEX)
+        return {name: text[at : at + TENSOR_DIGEST_HEX] for name, at in zip(names, starts, strict=True)}
 
     def as_json(self) -> dict[str, Any]:
         """Return the known fields."""

@@ -21,6 +21,7 @@ import torch
 from hfshard._util.threads import run_in_threads, start_worker
 from hfshard.constants import DATA_ALIGNMENT, FILES_AT_ONCE
 from hfshard.disk.direct_io import (
+    HUGE_PAGE_BYTES,
     aligned_block,
     check_setting,
     is_cached,
@@ -60,8 +61,6 @@ _STAGE_BYTES: Final = 4 * 1024 * 1024
 
 _MIN_OWN_BYTES: Final = 1024 * 1024
 """Tensors of at least this size are read into their own pages; smaller ones are read together and copied."""
-
-_HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 
 _LARGEST_ALIGNMENT: Final = 16
 """Bytes of a complex128. A tensor that is not aligned to it in the file is copied to aligned memory."""
@@ -227,7 +226,7 @@ def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStora
     lead = start % DATA_ALIGNMENT
     end = lead + nbytes
     pages = mmap.mmap(-1, -(-end // DATA_ALIGNMENT) * DATA_ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if len(pages) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if len(pages) >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole, begin = memoryview(pages), start - lead
     raw = torch.frombuffer(pages, dtype=torch.uint8, offset=lead, count=nbytes)
