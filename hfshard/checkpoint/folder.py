@@ -236,10 +236,6 @@ class LocalFolder(Folder):
         except OSError:
             return []  # it cannot be read, which the code that reads it reports
 
-    def has(self, name: str) -> bool:
-        """Return whether there is anything of this name, links that lead nowhere included."""
-        return os.path.lexists(os.path.join(self.path, name))
-
     def find(self, name: str) -> File | None:
         """Inspect a file; its version has device, inode, size and time of the last change."""
         path = os.path.join(self.path, name)

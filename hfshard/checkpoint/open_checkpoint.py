@@ -443,7 +443,9 @@ def _open_once(
             path=path,
         )
     if not weights.is_index:
-        checkpoint = _open_single(folder, names, weights, key)
+        is_foreign = weights.kind == "foreign"
+        shard = open_foreign(folder.path, weights.name, key) if is_foreign else folder.open_shard(weights.name)
+        checkpoint = checkpoint_of(shard, folder, names, weights)
     else:
         raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
         checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path, folder.pass_over))
@@ -486,12 +488,6 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
             raise
         checkpoint.folder.pass_over(error)
         checkpoint.index = replace(index, weight_map=found)
-
-
-def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry, key: str | None) -> OpenCheckpoint:
-    if weights.kind == "foreign":
-        return checkpoint_of(open_foreign(folder.path, weights.name, key), folder, names, weights)
-    return checkpoint_of(folder.open_shard(weights.name), folder, names, weights)
 
 
 def checkpoint_of(shard: SafetensorsShard, folder: Folder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:

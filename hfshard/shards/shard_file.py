@@ -20,7 +20,7 @@ from typing import Final, cast
 
 import torch
 
-from hfshard._util.threads import pause_gc, start_worker
+from hfshard._util.threads import ForkSafeLock, pause_gc, start_worker
 from hfshard.constants import MAX_HEADER_BYTES
 from hfshard.disk.direct_io import (
     BLOCK_BYTES,
@@ -297,28 +297,24 @@ class FilePool:
         """Open files that are not in use, the longest-idle one first."""
         self._count = 0
         """Number of open files."""
-        self.renew_lock()
-
-    def renew_lock(self) -> None:
-        """Create a new lock: in a forked child, a thread that does not exist there may hold the old one."""
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def add(self, file: PooledFile) -> None:
         """Add a new file, and close idle ones for it."""
-        with self._lock:
+        with self._lock.held():
             self._count += 1
             self._idle[file] = None
             self._close_idle(self._count - self._most_open())
 
     def take(self, file: PooledFile) -> None:
         """Keep a file open."""
-        with self._lock:
+        with self._lock.held():
             file._users += 1
             self._idle.pop(file, None)
 
     def give_back(self, file: PooledFile) -> None:
         """Release one use of a file, which can be closed once it has no users."""
-        with self._lock:
+        with self._lock.held():
             file._users -= 1
             if file._users == 0 and file._fd >= 0:
                 self._idle[file] = None
@@ -328,26 +324,26 @@ class FilePool:
 
     def open(self, open_again: Callable[[], int]) -> int:
         """Reopen a file, and close idle ones for it."""
-        with self._lock:
+        with self._lock.held():
             self._count += 1
             self._close_idle(self._count - self._most_open())
         try:
             return open_or_evict(open_again)
         except BaseException:
-            with self._lock:
+            with self._lock.held():
                 self._count -= 1
             raise
 
     def close(self, file: PooledFile) -> None:
         """Close a file permanently, now or when its last user releases it."""
-        with self._lock:
+        with self._lock.held():
             file._is_closed = True
             if file._users == 0:
                 self._close(file)
 
     def close_all_idle(self) -> bool:
         """Close all idle files; return False if there was none."""
-        with self._lock:
+        with self._lock.held():
             return self._close_idle(len(self._idle))
 
     def _close_idle(self, count: int) -> bool:
@@ -369,7 +365,6 @@ def _most_open() -> int:
 
 
 _pool: Final = FilePool(_most_open)
-os.register_at_fork(after_in_child=_pool.renew_lock)
 
 
 # Prefaulting: a range of a mapped file is brought into the page cache, in huge pages if the system has them.
