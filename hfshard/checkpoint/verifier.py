@@ -59,11 +59,7 @@ class _Findings:
         self.problems.append(Problem(shard.path, tensor, message))
 
     def add_error(self, error: HfshardError) -> None:
-        """Add the error of a failed check.
-
-        Raises:
-            StoreError: The error itself, if a store can't be asked, which says nothing about the checkpoint.
-        """
+        """Add a failed check's error; raise a StoreError, which says nothing about the checkpoint."""
         if isinstance(error, StoreError):
             raise error
         path = error.path if error.path is not None else self.directory

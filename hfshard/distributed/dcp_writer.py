@@ -262,11 +262,7 @@ def _no_plan_caching() -> InvalidArgumentError:
 
 
 def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
-    """Return the absolute path of a directory.
-
-    Raises:
-        InvalidPathError: It is a store address: the ranks' parts are assembled in files on disk.
-    """
+    """Return a directory's absolute path; reject a store address: the ranks' parts are assembled in files on disk."""
     place = place_to_save(path, argument)
     directory = place.address
     if not place.is_read_from_disk:

@@ -169,11 +169,7 @@ class TimeoutStore:
         self._store = None
 
     def _ask(self, work: Callable[[], _Result]) -> _Result:
-        """Run some work with the store in the thread.
-
-        Raises:
-            RankFailedError: The work does not end in time, or the store is gone.
-        """
+        """Run some work with the store in the thread; raise RankFailedError if it does not end in time."""
         future: Future[_Result] = Future()
         if self._lost_words:
             raise self._lost(self._lost_words)

@@ -238,12 +238,7 @@ def _add_split(order: list[tuple[int, int]], axis: int, groups: int, mesh_shape:
 
 @lru_cache(_CACHED_LAYOUTS * 64)
 def _held_intervals(size: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[Interval, ...]:
-    """Split one dimension several times, and keep one part each time.
-
-    Args:
-        size: Of the dimension.
-        splits: (parts, groups, index of the part), in order.
-    """
+    """Split one dimension by each (parts, groups, index of the part) in order, and keep that part each time."""
     held: list[Interval] = [(0, size)] if size else []
     for parts, groups, index in splits:
         total = sum(stop - start for start, stop in held)

@@ -238,15 +238,8 @@ def _fill(
 ) -> None:
     """Read the values of a module's tensors, most of them into the tensors' own memory.
 
-    Tensors that replace meta tensors, or that a module copies from by itself, are mapped where they can be.
-
-    Args:
-        checkpoint: Open.
-        stored_names: Names of its tensors, by identity; a tensor without one has been read already.
-        options: How to read.
-        ranks: The session of the load, whose ranks agree before the first change.
-        model: Unwrapped.
-        tensors: Those that fit, by the model's names.
+    Tensors that replace meta tensors, or that a module copies from by itself, are mapped where they can be. A tensor
+    whose identity `stored_names` lacks has been read already. The ranks agree before the first change.
     """
     model_state = collect_state_dict(model, "load")
     reject_freed(model_state)
@@ -345,13 +338,9 @@ class _Targets:
         return own
 
     def add_new(self, stored: str, own: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """Create a tensor like another one: with the same spread over ranks, and on the same device.
+        """Create a tensor for the values of a stored one, spread over ranks as another tensor, and on the same device.
 
-        Args:
-            stored: The name of the stored tensor whose values it gets.
-            own: That other tensor, or another value that a module has by its name.
-            dtype: Of the new one.
-            shape: For a value that is not a tensor.
+        `own` is that tensor, or another value that a module has by its name; only for that, `shape` counts.
         """
         if is_spread_tensor(own) or is_torch_tensor_type(own):
             part = local_tensor(own) if is_spread_tensor(own) else own
@@ -378,11 +367,7 @@ class _Targets:
 
 
 def _reject_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:
-    """Reject names, shapes and dtypes of a state dict that differ from the checkpoint's.
-
-    Raises:
-        StateDictMismatchError: There are such: all names and shapes that differ, or the first such dtype.
-    """
+    """Reject all names and shapes of a state dict that differ from the checkpoint's, or the first such dtype."""
     stored = stored_tensors(checkpoint)
     there = {name: stored[name] for name in like if name in stored}
     difference = compare_keys(there, like)
@@ -660,14 +645,7 @@ def _reject_others(checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes
 def _fetch_once(
     ranks: Session, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
 ) -> ResolvedSource:
-    """Let one rank per cache download the commit that the first rank finds.
-
-    Args:
-        ranks: The session of the load.
-        source: A repo of the Hub.
-        caches: Rank -> the cache that it has; some may have found a directory.
-        progress: Whether to show a bar.
-    """
+    """Let one rank per cache download the commit that the first rank finds; some ranks may have found a directory."""
     from hfshard.hub.cache import RepoCache  # imports huggingface_hub, which takes time
 
     query = source.query

@@ -225,11 +225,7 @@ class _Finder:
         """Device, or kind of file -> whether it is remote."""
 
     def part(self, name: str, target: Target) -> PartToRead:
-        """Find what is read into a target.
-
-        Raises:
-            What `read_parts` raises before anything is read.
-        """
+        """Find what is read into a target; raise what `read_parts` raises before anything is read."""
         source, shape = self.source(name)
         if isinstance(target, BoxTarget):
             part = PartToRead(source, shape, target.box, target.tensor.detach())
@@ -262,11 +258,7 @@ class _Finder:
         return self._networked[place]
 
     def source(self, name: str) -> tuple[FileTensor | torch.Tensor, tuple[int, ...]]:
-        """Find a stored tensor, and its shape in torch.
-
-        Raises:
-            StateDictMismatchError: There is none.
-        """
+        """Find a stored tensor, and its shape in torch; raise StateDictMismatchError if there is none."""
         index = self._checkpoint.index
         stored = index.tied_names.get(name, name)
         file = index.weight_map.get(stored)
@@ -298,11 +290,7 @@ def _spread(target: DTensor | FlatTensor, name: str) -> SpreadTensor:
 
 
 def _check_target(name: str, part: PartToRead) -> None:
-    """Reject a target that cannot be written to.
-
-    Raises:
-        InvalidArgumentError: It has no memory, several of its elements share memory, or torch cannot cast to its dtype.
-    """
+    """Reject a target that cannot be written to, or not in its dtype."""
     target = part.target
     dtype = part.source.dtype
     is_expanded = any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True))

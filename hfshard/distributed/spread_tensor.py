@@ -352,8 +352,7 @@ def scatter_into(target: ByteArray, starts: Positions, lengths: Positions, sourc
 def _regular(starts: Positions, lengths: Positions) -> Iterator[tuple[int, int, int]]:
     """Group ranges that are equally long and equally far apart: numpy copies such a group at once.
 
-    Yields:
-        The first one's number, the number after the last one's, and the bytes of all ranges before.
+    Yield the first one's number, the number after the last one's, and the bytes of all ranges before.
     """
     count = len(starts)
     if not count:

@@ -329,11 +329,7 @@ class _PartsFinder:
         return self._whole[nbytes, rank]
 
     def spread(self, name: str, entry: ListedTensor, ways: tuple[_Way, ...]) -> Parts:
-        """Find the parts of a tensor that is spread over the meshes of these listings.
-
-        Raises:
-            InvalidArgumentError: They do not cover it exactly.
-        """
+        """Find the parts of a tensor that is spread over the meshes of these listings, which must cover it exactly."""
         source = entry.source_shape, entry.itemsize, entry.window, entry.placements
         if (source, ways) not in self._spread:
             parts = _spread_parts(source, self._layouts_of(entry, ways))

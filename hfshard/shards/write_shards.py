@@ -258,16 +258,7 @@ def blank_header(job: WriteJob, checksum: str | None) -> bytes:
 
 
 def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[FileDigest, bytes]:
-    """Hash a file's bytes and pass them on.
-
-    Args:
-        head: The file's header builder.
-        blank: The file's header, with zeros in the place of digests.
-        put: Takes each block, which is valid until it returns.
-
-    Returns:
-        The file's digest and header.
-    """
+    """Hash a file's bytes, and pass on each block, valid until `put` returns; return the file's digest and header."""
     hasher = HASHERS[head.checksum]() if head.checksum is not None else None
     output = HashingWriter(put, hasher)
     output.add([memoryview(blank)], fingerprint_bytes=len(blank))

@@ -210,13 +210,8 @@ def _load_tensors(
 ) -> None:
     """Do what `model.load_state_dict(tensors, strict=False, assign=assign)` does, in time linear in the names.
 
-    torch scans all names below a module once for each of its children: a list of 10,000 experts takes 6 s.
-
-    Args:
-        model: Changed.
-        tensors: Tensors by the names of its own state dict.
-        metadata: That state dict's metadata: the versions of its modules.
-        assign: As in `load_state_dict`.
+    torch scans all names below a module once for each of its children: a list of 10,000 experts takes 6 s. `metadata`
+    is that of the model's own state dict: the versions of its modules.
     """
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         versioned = OrderedDict(tensors)
