@@ -38,7 +38,7 @@ from hfshard.errors import (
     UnstorableTensorError,
 )
 from hfshard.format.file_names import MODEL_BASE
-from hfshard.format.index import CheckpointIndex, Checksum, FileDigest
+from hfshard.format.index import Checksum, FileDigest
 from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -144,8 +144,8 @@ class StorageWriter(dcp_storage.StorageWriter):
         """
         if not plan.usable:
             raise _no_plan_caching()
-        check_items(plan.items)
-        return replace(plan, storage_data=described_items(plan))
+        _check_items(plan.items)
+        return replace(plan, storage_data=_described_items(plan))
 
     @wraps_os_errors("checkpoint_id")
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -156,7 +156,7 @@ class StorageWriter(dcp_storage.StorageWriter):
             Everything that `hfshard.save_state_dict` raises before it writes.
         """
         assert self.checkpoint_id is not None
-        self._save = StagedSave(self.checkpoint_id, self._options, merge_layouts(plans))
+        self._save = StagedSave(self.checkpoint_id, self._options, _merge_layouts(plans))
         places = self._save.places
         ordered = []
         for plan in plans:
@@ -212,16 +212,16 @@ class StorageWriter(dcp_storage.StorageWriter):
         state_dict = state_dict_of(planner)
         items = [(item, data_of(item)) for item in plan.items]
         for item, data in items:
-            check_held(item.index.fqn, state_dict.get(item.index.fqn), chunk_box(chunk_of(data)), "save")
+            check_held(item.index.fqn, state_dict.get(item.index.fqn), chunk_box(_chunk_of(data)), "save")
         with ExitStack() as opened:
             files: dict[str, int] = {}
             for item, data in items:
                 path, start = orders.places[item.index.fqn]
                 if path not in files:
-                    files[path] = open_staged(path, orders.token)
+                    files[path] = _open_staged(path, orders.token)
                     opened.callback(os.close, files[path])
                 if chunk_bytes(data):
-                    write_chunk(files[path], start, data, resolved_chunk(item, data, planner))
+                    _write_chunk(files[path], start, data, _resolved_chunk(item, data, planner))
             for path, fd in files.items():
                 sync(fd, path)
         return [
@@ -277,12 +277,8 @@ def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
 # Plan items of a save: each rank's part of a tensor is checked, merged with the others, and written into a file.
 
 
-def check_items(items: Iterable[WriteItem]) -> None:
-    """Reject what a Hugging Face checkpoint cannot contain, judging by the plan alone.
-
-    Raises:
-        UnstorableTensorError: A value is not a tensor, the format cannot store it, or DeepSpeed has partitioned it.
-    """
+def _check_items(items: Iterable[WriteItem]) -> None:
+    """Reject what a Hugging Face checkpoint cannot contain, judging by the plan alone."""
     all_items = list(items)
     objects = [item.index.fqn for item in all_items if item.type == WriteItemType.BYTE_IO]
     if objects:
@@ -293,7 +289,10 @@ def check_items(items: Iterable[WriteItem]) -> None:
             fqn=objects[0],
         )
     for item in all_items:
-        _check_item(item)
+        data, name = data_of(item), item.index.fqn
+        if (problem := unsupported_layout_reason(data.properties.layout)) is not None:
+            raise UnstorableTensorError(f"Cannot store {name!r}: {problem}", fqn=name)
+        check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
     reject_partitioned({item.index.fqn: torch.empty(data_of(item).size, device="meta") for item in all_items})
 
 
@@ -303,7 +302,7 @@ def data_of(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def chunk_of(data: TensorWriteData) -> Chunk:
+def _chunk_of(data: TensorWriteData) -> Chunk:
     """Return the rectangle of the tensor that an item is about."""
     return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
@@ -313,38 +312,25 @@ def chunk_bytes(data: TensorWriteData) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _check_item(item: WriteItem) -> None:
-    """Reject a tensor that the format cannot store, judging by the plan alone."""
-    data = data_of(item)
-    name = item.index.fqn
-    if (problem := unsupported_layout_reason(data.properties.layout)) is not None:
-        raise UnstorableTensorError(f"Cannot store {name!r}: {problem}", fqn=name)
-    check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
-
-
-def described_items(plan: SavePlan) -> dict[str, TensorWriteData]:
+def _described_items(plan: SavePlan) -> dict[str, TensorWriteData]:
     """Return FQN -> what a plan says about the tensor, in the plan's order."""
     return {item.index.fqn: data_of(item) for item in plan.items}
 
 
-def merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
+def _merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
     """Return name -> layout of the stored tensor, in the order of the first rank's state dict, then of the next one's.
 
-    Args:
-        plans: Of all ranks. Each one's storage_data is what `described_items` returned before tensors that several
-            ranks have were removed from all plans but one.
-
-    Raises:
-        UnstorableTensorError: Ranks disagree about a tensor, or their parts do not cover it exactly.
+    The storage_data of each rank's plan is what `_described_items` returned before tensors that several ranks have were
+    removed from all plans but one. Reject tensors about which ranks disagree, or that their parts do not cover exactly.
     """
     found: dict[str, TensorWriteData] = {}
     chunks: dict[str, list[Chunk]] = {}
     for plan in plans:
         before = plan.storage_data if isinstance(plan.storage_data, dict) else {}
-        for name, data in (before | described_items(plan)).items():
+        for name, data in (before | _described_items(plan)).items():
             _check_agreement(name, found.setdefault(name, data), data)
         for item in plan.items:
-            chunks.setdefault(item.index.fqn, []).append(chunk_of(data_of(item)))
+            chunks.setdefault(item.index.fqn, []).append(_chunk_of(data_of(item)))
     for name, parts in chunks.items():
         if (problem := cover_problem(found[name].size, parts)) is not None:
             raise UnstorableTensorError(
@@ -352,7 +338,11 @@ def merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
                 f"{problem}. Call on every rank that has a part, with torch.distributed.checkpoint's own planner.",
                 fqn=name,
             )
-    return {name: _layout_of(data) for name, data in found.items() if name in chunks}
+    return {
+        name: tensor_layout(torch.empty(data.size, dtype=data.properties.dtype, device="meta"))
+        for name, data in found.items()
+        if name in chunks
+    }
 
 
 def _check_agreement(name: str, one: TensorWriteData, other: TensorWriteData) -> None:
@@ -365,16 +355,8 @@ def _check_agreement(name: str, one: TensorWriteData, other: TensorWriteData) ->
         )
 
 
-def _layout_of(data: TensorWriteData) -> TensorLayout:
-    return tensor_layout(torch.empty(data.size, dtype=data.properties.dtype, device="meta"))
-
-
-def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> torch.Tensor:
-    """Return the values of a chunk.
-
-    Raises:
-        UnstorableTensorError: They are not what the plan says, or cannot be stored.
-    """
+def _resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> torch.Tensor:
+    """Return the values of a chunk; reject what the plan does not say, or what cannot be stored."""
     name = item.index.fqn
     tensor = planner.resolve_data(item)
     check_storable(name, tensor)
@@ -388,9 +370,9 @@ def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner)
     return tensor
 
 
-def write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor) -> None:
+def _write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor) -> None:
     """Write a chunk's values to their positions in a file in which the tensor starts at byte `start`."""
-    runs = Runs.of_box(tuple(data.size), tensor.element_size(), chunk_box(chunk_of(data)))
+    runs = Runs.of_box(tuple(data.size), tensor.element_size(), chunk_box(_chunk_of(data)))
     ends = runs.positions + runs.lengths
     done = 0
     for block in iter_blocks(tensor, BLOCK_BYTES):
@@ -469,7 +451,7 @@ class StagedSave:
             self.undo(error)
             raise
 
-    def commit(self) -> CheckpointIndex:
+    def commit(self) -> None:
         """Read the files back for their checksums, complete their headers, and move them into place.
 
         Raises:
@@ -482,10 +464,8 @@ class StagedSave:
             self.undo(error)
             raise
         self._context.__exit__(None, None, None)
-        index = self._save.index()
-        size = self._save.total_size
-        logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), size, self.directory)
-        return index
+        count, size = len(self._save.index().weight_map), self._save.total_size
+        logger.info("Saved %d tensors, %d bytes, into '%s'.", count, size, self.directory)
 
     def undo(self, error: BaseException) -> None:
         """Remove what was staged, and unlock the directory.
@@ -507,12 +487,8 @@ class StagedSave:
         self._target.reject_single_without_links(jobs)
 
 
-def open_staged(path: str, token: bytes) -> int:
-    """Open for writing a file that a `StagedSave` on another rank has created.
-
-    Raises:
-        SaveDirectoryError: The file is missing, or is another one.
-    """
+def _open_staged(path: str, token: bytes) -> int:
+    """Open for writing a file that a `StagedSave` on another rank has created; reject another file of its path."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:

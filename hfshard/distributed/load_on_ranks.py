@@ -555,17 +555,17 @@ def confirm_same(ranks: Session, checkpoint: OpenCheckpoint, config: bytes | Non
     """
     if ranks.is_alone:
         return
-    files = files_with_tensors(checkpoint)
+    files = _files_with_tensors(checkpoint)
     digests = [
-        checkpoint_digest(checkpoint, config),
-        json_digest(sorted(files)),
-        json_digest(file_identities(files)),
+        _checkpoint_digest(checkpoint, config),
+        _json_digest(sorted(files)),
+        _json_digest(_file_identities(files)),
     ]
     answers = meet_unchanged(ranks, "checked", json.dumps(digests).encode())
     said = {rank: json.loads(words) for rank, words in answers.items()}
     _reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
     if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
-        _reject_others(checkpoint, meet_unchanged(ranks, "copies", contents_digest(checkpoint).encode()))
+        _reject_others(checkpoint, meet_unchanged(ranks, "copies", _contents_digest(checkpoint).encode()))
 
 
 def all_agree(ranks: Session, word: str, *, is_so: bool) -> bool:
@@ -616,8 +616,8 @@ def attribute_collective_failure(ranks: Session) -> Iterator[None]:
 
 def _check_share(ranks: Session, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
     """Compare this rank's share of the files with their checksums."""
-    files = files_with_tensors(checkpoint)
-    seen = meet_unchanged(ranks, "files", json_digest(file_identities(files)).encode())
+    files = _files_with_tensors(checkpoint)
+    seen = meet_unchanged(ranks, "files", _json_digest(_file_identities(files)).encode())
     sharing = [rank for rank, sighting in seen.items() if sighting == seen[ranks.rank]]
     names = sorted(files)
     owners = assign_owners([files[name].size for name in names], sharing)
@@ -674,7 +674,7 @@ def _cache_of(source: CheckpointSource) -> bytes:
     existing = root
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
-    return _CACHE + json.dumps([*host_and_device(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+    return _CACHE + json.dumps([*_host_and_device(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
 
 
 def _snapshot_of(local: ResolvedSource, source: CheckpointSource) -> bytes:
@@ -699,22 +699,22 @@ def _is_of_collective(error: RuntimeError) -> bool:
 # Identity of an opened checkpoint: what ranks compare to find out whether they have the same one.
 
 
-def files_with_tensors(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
+def _files_with_tensors(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
     """Return name -> file, for the files that contain tensors."""
     return {**checkpoint.shards, **checkpoint.pickles}
 
 
-def file_identities(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
+def _file_identities(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
     """Identify files: two ranks get equal values if, and only if, their files are the same ones, not copies."""
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):
         device, *rest = file.identity
-        place = ["far", device] if isinstance(file, RangedShard) else host_and_device(device)
+        place = ["far", device] if isinstance(file, RangedShard) else _host_and_device(device)
         said.append([name, *place, *rest])
     return said
 
 
-def host_and_device(device: int) -> list[str | int]:
+def _host_and_device(device: int) -> list[str | int]:
     """Identify a file system; a network file system has a different device number on each machine."""
     return ["network"] if is_networked(device) else [_host(), device]
 
@@ -726,24 +726,20 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def checkpoint_digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
+def _checkpoint_digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
     """Compute a digest of what is stored, from the index and the config of the model that is built."""
     index = checkpoint.index
     files = {name: asdict(digest) for name, digest in index.files.items()}
-    return json_digest([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
+    return _json_digest([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
 
 
-def contents_digest(checkpoint: OpenCheckpoint) -> str:
-    """Compute a digest of the fingerprints that the index lacks, as for transformers' files; of pickles, sizes.
-
-    Raises:
-        CheckpointChangedError: One was replaced since it was opened.
-    """
+def _contents_digest(checkpoint: OpenCheckpoint) -> str:
+    """Compute a digest of the fingerprints that the index lacks, as for transformers' files; of pickles, sizes."""
     recorded = checkpoint.index.files
     shards = {name: shard.fingerprint() for name, shard in checkpoint.shards.items() if name not in recorded}
-    return json_digest({**shards, **{name: file.size for name, file in checkpoint.pickles.items()}})
+    return _json_digest({**shards, **{name: file.size for name, file in checkpoint.pickles.items()}})
 
 
-def json_digest(said: object) -> str:
+def _json_digest(said: object) -> str:
     """Compute a digest that is equal for two values if, and only if, their JSON is the same."""
     return sha256_of(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"))

@@ -355,7 +355,7 @@ class PartToRead(NamedTuple):
         return ("", 0) if isinstance(self.source, torch.Tensor) else (self.source.shard.path, self.source.start)
 
 
-def is_of_ranged_shard(part: PartToRead) -> bool:
+def _is_of_ranged_shard(part: PartToRead) -> bool:
     """Return whether a part is in a file that is read by ranges."""
     return isinstance(part.source, FileTensor) and isinstance(part.source.shard, RangedShard)
 
@@ -411,12 +411,8 @@ def assign_bits(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def windows_of(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
-    """Group runs that are read at once.
-
-    Yields:
-        The first one's number, and the number after the last one's.
-    """
+def _windows_of(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
+    """Group runs that are read at once; yield each group's first number, and the number after its last one."""
     if not most_gap:
         yield from ((number, number + 1) for number in range(len(runs.offsets)))
         return
@@ -465,7 +461,7 @@ class PartReader:
         """
         ranged = RangedParts(self._level)
         blocks = [
-            block for part in parts for block in (ranged.add(part) if is_of_ranged_shard(part) else blocks_of(part))
+            block for part in parts for block in (ranged.add(part) if _is_of_ranged_shard(part) else blocks_of(part))
         ]
         with torch.no_grad():
             count_bytes = ranged.read(memory_bytes, progress)
@@ -495,7 +491,7 @@ class PartReader:
         positions = runs.positions.tolist()
         memory = bytes_view(target)
         with _reading(source.shard) as read_exactly:
-            for first, last in windows_of(runs, _NETWORK_GAP_BYTES if source.is_networked else 0):
+            for first, last in _windows_of(runs, _NETWORK_GAP_BYTES if source.is_networked else 0):
                 start, stop = offsets[first], offsets[last - 1] + lengths[last - 1]
                 begin, end = positions[first], positions[last - 1] + lengths[last - 1]
                 if stop - start == end - begin:
@@ -622,7 +618,7 @@ def _pieces_of(block: PartToRead, source: FileTensor, digest: UnorderedDigest | 
         start = int(runs.offsets[0]) + source.start
         take = None if digest is None else partial(digest.add, start, stays=True)
         return [Piece(start, runs.total, bytes_view(target), take)]
-    windows = list(windows_of(runs, GAP_BYTES))
+    windows = list(_windows_of(runs, GAP_BYTES))
     if len(windows) > 1 and not is_direct:
         return []
     found = []

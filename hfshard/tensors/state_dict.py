@@ -57,7 +57,7 @@ def collect_state_dict(model: nn.Module, purpose: Purpose = "save") -> dict[str,
     with without_gathering(model) if may_be_divided(model) else nullcontext():
         state_dict = model.state_dict()
     check_initialized(state_dict)
-    fill_offloaded(model, state_dict)
+    _fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
     state_dict = {without_wrappers(name, wrapped): one for name, one in state_dict.items()}
     return with_flat_tensors(model, state_dict, tensors) if parts else state_dict
@@ -285,15 +285,8 @@ def _with_memory_of_its_own(tensor: torch.Tensor, taken: set[int]) -> torch.Tens
 # Offloaded weights: accelerate keeps them in CPU memory or on disk while they are not in use.
 
 
-def fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Replace the meta tensors in a model's state dict by the offloaded weights that they represent.
-
-    All of those on disk are read into memory.
-
-    Args:
-        model: Not changed.
-        state_dict: The result of `model.state_dict()`; changed.
-    """
+def _fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Replace the meta tensors in a model's state dict by the offloaded weights, which are read into memory."""
     if not any(_is_meta(value) for value in state_dict.values()):
         return
     for name, weights_map, key in _offloaded(model):
