@@ -283,6 +283,11 @@ def open_checkpoint(
     names = WeightNames(variant, base)
     folder = as_folder(directory)
 
+    def find_name() -> str | None:
+        """Return the name of the file to open, regardless of other files; None: the one that transformers finds."""
+        found = weights_name or checked_weights_override(config_in(folder), folder.path, names, folder.pass_over)
+        return find_lone_adapter(folder, names) if found is None and opens_adapter else found
+
     def finish(opened: OpenCheckpoint) -> None:
         if verify in FULL and opened.foreign is not None:
             opened.foreign.check_records(progress_callback)
@@ -295,7 +300,6 @@ def open_checkpoint(
     open_once = partial(
         _open_once, folder, names, verify=verify, files_of=files_of, key=key, finish=finish, keeps_index=keeps_index
     )
-    find_name = partial(_name_in, folder, names, weights_name, opens_adapter=opens_adapter)
     checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, find_name, open_once)
     checkpoint.level = verify
     try:
@@ -411,12 +415,6 @@ def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> 
         return (object(),)  # which nothing is equal to
     except HfshardError as error:
         return (error.message,)
-
-
-def _name_in(folder: Folder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
-    """Return the name of the file to open, regardless of other files; None: the one that transformers finds."""
-    found = given or checked_weights_override(config_in(folder), folder.path, names, folder.pass_over)
-    return find_lone_adapter(folder, names) if found is None and opens_adapter else found
 
 
 def _open_once(

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.storage as dcp_storage
@@ -373,17 +372,13 @@ def _resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner
 def _write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor) -> None:
     """Write a chunk's values to their positions in a file in which the tensor starts at byte `start`."""
     runs = Runs.of_box(tuple(data.size), tensor.element_size(), chunk_box(_chunk_of(data)))
-    ends = runs.positions + runs.lengths
+    in_chunk = Runs(runs.positions, runs.lengths, runs.offsets + start)
     done = 0
     for block in iter_blocks(tensor, BLOCK_BYTES):
-        some = slice(np.searchsorted(ends, done, "right"), np.searchsorted(runs.positions, done + len(block), "left"))
-        begins = np.maximum(runs.positions[some], done)
-        stops = np.minimum(ends[some], done + len(block))
-        offsets = runs.offsets[some] + (begins - runs.positions[some]) + start
-        for offset, begin, stop in zip(
-            offsets.tolist(), (begins - done).tolist(), (stops - done).tolist(), strict=True
-        ):
-            _write_at(fd, block[begin:stop], offset)
+        some = in_chunk.clip(done, done + len(block))
+        begins = (some.offsets - done).tolist()
+        for begin, length, offset in zip(begins, some.lengths.tolist(), some.positions.tolist(), strict=True):
+            _write_at(fd, block[begin : begin + length], offset)
         done += len(block)
 
 

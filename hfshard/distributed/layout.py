@@ -179,12 +179,13 @@ def clip_box(box: Box, window: Sequence[Interval]) -> Box:
 def local_slices(box: Box, window: Sequence[Interval]) -> tuple[slice, ...]:
     """Return the slices of a box's local tensor that contain the part of the box within a rectangle."""
     return tuple(
-        slice(_held_before(intervals, first), _held_before(intervals, last))
+        slice(held_before(intervals, first), held_before(intervals, last))
         for intervals, (first, last) in zip(box, window, strict=True)
     )
 
 
-def _held_before(intervals: tuple[Interval, ...], index: int) -> int:
+def held_before(intervals: tuple[Interval, ...], index: int) -> int:
+    """Count the indices of the intervals that are less than one index."""
     return sum(max(0, min(stop, index) - start) for start, stop in intervals)
 
 

@@ -37,7 +37,6 @@ from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource, open_source, use_checkpoint
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
     assign,
@@ -106,7 +105,7 @@ def _load_in_place(
     model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, ranks: Session
 ) -> dict[str, Any]:
     """Read a module's tensors straight into its memory, once every rank has found that the checkpoint fits."""
-    mapped = _mapped_tensors(checkpoint)
+    mapped = stored_tensors(checkpoint, is_mapped=True)
     stored_names = {id(tensor): name for name, tensor in mapped.items()}
 
     def values_of(described: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -214,18 +213,6 @@ def _reject_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
             "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT).",
             fqn=name,
         )
-
-
-def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
-    """Return each tensor of a checkpoint, tied names included. A mapped tensor is read when its values are accessed."""
-    found = {
-        name: shard.tensor(name) if isinstance(shard, SafetensorsFile) else shard.described(name)
-        for shard in checkpoint.shards.values()
-        for name in shard.header.tensors
-    }
-    for pickled in checkpoint.pickles.values():
-        found |= pickled.tensors
-    return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items()}
 
 
 def _fill(
@@ -609,7 +596,8 @@ def attribute_collective_failure(ranks: Session) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(ranks, GroupSession) or isinstance(error, HfshardError) or not _is_of_collective(error):
+        is_of_collective = isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo's are plain RuntimeErrors
+        if not isinstance(ranks, GroupSession) or isinstance(error, HfshardError) or not is_of_collective:
             raise
         raise ranks.find_failed_rank(error) from error
 
@@ -689,11 +677,6 @@ def _same_snapshot(local: ResolvedSource, source: CheckpointSource, answers: Map
         return local
     commit = first.removeprefix(_SNAPSHOT).decode()
     return replace(source, query=replace(source.query, revision=commit)).find_local() or local
-
-
-def _is_of_collective(error: RuntimeError) -> bool:
-    """Return whether torch.distributed raised it; gloo's errors are plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 # Identity of an opened checkpoint: what ranks compare to find out whether they have the same one.

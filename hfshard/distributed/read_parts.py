@@ -120,18 +120,26 @@ def prepare_reads(
     )
 
 
-def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
+def stored_tensors(checkpoint: OpenCheckpoint, *, is_mapped: bool = False) -> dict[str, torch.Tensor]:
     """Describe each tensor of a checkpoint, tied names included, by a meta tensor of its dtype and shape.
 
     Args:
         checkpoint: Open.
+        is_mapped: Map the tensors of files on this machine: they are read when their values are accessed.
 
     Raises:
         DamagedCheckpointError: This torch does not know a dtype.
     """
-    found = {name: shard.described(name) for shard in checkpoint.shards.values() for name in shard.header.tensors}
+    found = {
+        name: shard.tensor(name) if is_mapped and isinstance(shard, SafetensorsFile) else shard.described(name)
+        for shard in checkpoint.shards.values()
+        for name in shard.header.tensors
+    }
     for pickled in checkpoint.pickles.values():
-        found |= {name: torch.empty_like(tensor, device="meta") for name, tensor in pickled.tensors.items()}
+        found |= {
+            name: tensor if is_mapped else torch.empty_like(tensor, device="meta")
+            for name, tensor in pickled.tensors.items()
+        }
     return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items() if kept in found}
 
 

@@ -21,6 +21,7 @@ from hfshard.distributed.layout import (
     box_elements,
     box_shape,
     clip_box,
+    held_before,
     held_box,
     local_slices,
     mesh_layout_of,
@@ -307,8 +308,7 @@ class BoxRuns:
             stride //= size
             first = (start - row_start) // stride
             last = -(-(stop - row_start) // stride)
-            before = sum(max(0, min(end, first) - begin) for begin, end in box[dim])
-            passed += before * prod(sizes[dim + 1 :]) * self.itemsize
+            passed += held_before(box[dim], first) * prod(sizes[dim + 1 :]) * self.itemsize
             box[dim] = _within(box[dim], first, last)
             if last - first > 1:
                 break

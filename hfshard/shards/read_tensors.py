@@ -171,7 +171,8 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
                 elif staged or info.nbytes < _MIN_OWN_BYTES or start % _LARGEST_ALIGNMENT:
                     raw = torch.empty(info.nbytes, dtype=torch.uint8, device=device)
                     tensors[name] = shard.shaped(name, raw.untyped_storage())
-                    parts += [_ReadPart(piece, start + at) for at, piece in _pieces(raw)]
+                    begins = range(0, info.nbytes, _STAGE_BYTES)
+                    parts += [_ReadPart(raw[at : at + _STAGE_BYTES], start + at) for at in begins]
                 else:
                     storage, reads = _own_pages(file, start, info.nbytes)
                     tensors[name] = shard.shaped(name, storage)
@@ -207,6 +208,9 @@ class _File:
             if len(read_direct(fd, direct, buffer, start, count_bytes)) < count_bytes:
                 raise self.shard.truncated_error()
 
+    def _has_fellows(self, direct: int) -> bool:
+        return not self._is_networked and read_by_other_processes(direct)
+
     def _open_again(self) -> int:
         with self.shard.opened() as fd:
             direct = reopen_direct(fd)
@@ -216,9 +220,6 @@ class _File:
     def _mark(self, direct: int) -> None:
         if not self._is_networked:
             lock_shared(direct)
-
-    def _has_fellows(self, direct: int) -> bool:
-        return not self._is_networked and read_by_other_processes(direct)
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:
@@ -233,11 +234,6 @@ def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStora
     return raw.untyped_storage(), [
         partial(file.read, whole[at:], begin + at, min(_PIECE_BYTES, end - at)) for at in range(0, end, _PIECE_BYTES)
     ]
-
-
-def _pieces(raw: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for at in range(0, raw.numel(), _STAGE_BYTES):
-        yield at, raw[at : at + _STAGE_BYTES]
 
 
 def _runs(parts: Sequence[_ReadPart]) -> Iterator[list[_ReadPart]]:

@@ -237,7 +237,10 @@ def reject_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "
         UnstorableTensorError: One cannot be read, and the purpose is "save".
         InvalidArgumentError: One cannot be read, for any other purpose.
     """
-    names = _names_in_module(held) if isinstance(held, nn.Module) else _names_in_state_dict(held)
+    if isinstance(held, nn.Module):
+        names = _names_in_module(held)
+    else:
+        names = [name for name, value in held.items() if is_partitioned(value)] or _empty_copies(held)
     if not names:
         return
     kind, verb, remedy = _WORDS[purpose]
@@ -278,10 +281,6 @@ def _names_in_module(model: nn.Module) -> list[str]:
     found = [name for name, parameter in model.named_parameters() if is_partitioned(parameter)]
     wrapped = wrapped_prefixes(model) if found else set[str]()
     return [without_wrappers(name, wrapped) for name in found]
-
-
-def _names_in_state_dict(tensors: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in tensors.items() if is_partitioned(value)] or _empty_copies(tensors)
 
 
 def _is_empty(value: Any) -> bool:
