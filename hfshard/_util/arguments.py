@@ -132,7 +132,8 @@ def checked_path_text(path: str | os.PathLike[str], argument: str = "path") -> s
         InvalidPathError: It is empty, bytes or not a path, or no file can have such a name; or it is an address that
             has lost a slash.
     """
-    text, problem = "", None
+    text = ""
+    problem: Exception | None = None
     try:
         given = os.fspath(path)
         if isinstance(given, str) and b"\0" not in os.fsencode(given):
