@@ -33,7 +33,7 @@ from hfshard.disk.direct_io import (
 )
 from hfshard.disk.safe_open import NO_FILES_LEFT, Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
-from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
+from hfshard.format.header import LENGTH_BYTES, read_header_length
 from hfshard.format.index import HASHERS
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import DTYPE_NAMES, PLAIN_DTYPES, iter_blocks
@@ -96,7 +96,9 @@ class SafetensorsFile(SafetensorsShard):
     def tensor(self, name: str) -> torch.Tensor:
         """Map one tensor privately; its pages are read when touched."""
         info = self.header.tensors[name]
-        return self.shaped(name, self._slice(info) if info.nbytes else torch.UntypedStorage(0))
+        start = self.header.data_start + info.begin
+        storage = self.mapping[start : start + info.nbytes] if info.nbytes else torch.UntypedStorage(0)
+        return self.shaped(name, cast(torch.UntypedStorage, storage))
 
     def run(self, name: str, begin: int, shape: Sequence[int]) -> torch.Tensor:
         """Map contiguous elements of a tensor privately, with a storage of their own.
@@ -174,10 +176,6 @@ class SafetensorsFile(SafetensorsShard):
                 yield from prefaulted_blocks(fd, self.mapping, start, self.size)
             else:
                 yield from read_blocks(fd, start, self.data_bytes)
-
-    def _slice(self, info: TensorInfo) -> torch.UntypedStorage:
-        start = self.header.data_start + info.begin
-        return cast(torch.UntypedStorage, self.mapping[start : start + info.nbytes])
 
     @property
     def mapping(self) -> torch.UntypedStorage:

@@ -25,7 +25,7 @@ from hfshard.errors import (
     StateDictMismatchError,
 )
 from hfshard.places import store_mirror
-from tests.distributed.gloo import check_ranks, run_ranks, waiting
+from tests.distributed.gloo import check_ranks, make_mesh, run_ranks, waiting
 from tests.servers.hub.hub_server import HubServer
 from tests.stores.saving.memory_store import MemoryStore
 from tests.zoo.mixin_classes import with_mixin
@@ -82,12 +82,6 @@ def split_layers(model: Tiny, mesh: Any) -> Tiny:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})  # type: ignore[return-value]
-
-
-def make_mesh(*shape: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
 
 
 def in_both(model: Tiny, mesh: Any) -> Tiny:
