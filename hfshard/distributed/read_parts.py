@@ -75,16 +75,13 @@ Target = torch.Tensor | SpreadTensor | BoxTarget
 rectangle of one; or a tensor for a box of what is stored."""
 
 
-def read_parts(
-    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_networked: bool | None = None
-) -> int:
+def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]]) -> int:
     """Read stored tensors, or this rank's parts of them, into place. No other rank is contacted.
 
     Args:
         checkpoint: Open.
         wanted: Names of stored tensors, or names that are tied to them, each with its target. One tensor may fill
             several targets. If a target has another dtype, the values are cast.
-        is_networked: Whether to read as from a network file system; None: as suits each file's location.
 
     Returns:
         The number of bytes read: of the parts, and of the gaps between runs that were read at once.
@@ -98,18 +95,16 @@ def read_parts(
         with open_checkpoint(directory) as checkpoint:
             read_parts(checkpoint, [("encoder.weight", encoder.weight)])
     """
-    return prepare_reads(checkpoint, wanted, is_networked=is_networked)()
+    return prepare_reads(checkpoint, wanted)()
 
 
-def prepare_reads(
-    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_networked: bool | None = None
-) -> Callable[[], int]:
+def prepare_reads(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]]) -> Callable[[], int]:
     """Check what `read_parts` checks, and return a function that then reads.
 
     Raises:
         What `read_parts` raises before anything is read.
     """
-    finder = _Finder(checkpoint, is_networked)
+    finder = _Finder(checkpoint)
     parts = [finder.part(name, target) for name, target in wanted]
     reader = PartReader(checkpoint.level)
     return partial(
@@ -161,7 +156,7 @@ class PartMapper:
         files = [(shard, ()) for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)]
         self._is_enabled = bool(files) and mode_of(files, read, _CPU) == "mmap"
         self._is_ahead = checkpoint.check is None
-        self._finder = _Finder(checkpoint, None)
+        self._finder = _Finder(checkpoint)
         self._stretches: dict[SafetensorsFile, list[Interval]] = {}
         self._mapped: set[tuple[str, str]] = set()
         """Files and stored names; a second target needs other memory than the first."""
@@ -226,9 +221,8 @@ def _box_of(like: torch.Tensor, name: str) -> Box | None:
 class _Finder:
     """Finder of the stored tensor for each target."""
 
-    def __init__(self, checkpoint: OpenCheckpoint, is_networked: bool | None) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._is_networked = is_networked
         self._networked: dict[Any, bool] = {}
         """Device, or kind of file -> whether it is remote."""
 
@@ -258,8 +252,6 @@ class _Finder:
         return part
 
     def _lies_far(self, shard: SafetensorsFile | RangedShard) -> bool:
-        if self._is_networked is not None:
-            return self._is_networked
         place = shard.identity[0]  # of files on this machine the device, which many files share
         if place not in self._networked:
             self._networked[place] = shard.is_networked
