@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,11 @@ def open_regular(path: str, root: str, real_root: str | None = None) -> int:
         os.close(fd)
         raise _irregular(path)
     return fd
+
+
+def open_reader(path: str, root: str) -> io.BufferedIOBase:
+    """Open a regular file below `root` as `open_regular` does, and return a reader of its bytes."""
+    return os.fdopen(open_regular(path, root), "rb")
 
 
 def is_users_link(path: str, root: str) -> bool:
