@@ -402,25 +402,17 @@ def start_read_ahead(wanted: Sequence[tuple[SafetensorsFile, Iterable[tuple[int,
         return []
     for stretch in cold:
         advise_huge_pages(*stretch)
-    pieces = _Pieces(cold)
-    started = [start_worker(pieces.populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
-    return [one for one in started if one is not None]
+    pieces, lock = _pieces_of(cold, _available_bytes() // 2), threading.Lock()
 
-
-class _Pieces:
-    """The remaining pieces to read, shared by the threads."""
-
-    def __init__(self, stretches: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
-        self._pieces = _pieces_of(stretches, _available_bytes() // 2)
-        self._lock = threading.Lock()
-
-    def populate(self) -> None:
-        """Read piece after piece."""
+    def populate() -> None:
         while True:
-            with self._lock:
-                piece = next(self._pieces, None)
+            with lock:
+                piece = next(pieces, None)
             if piece is None or not prefault(*piece):
                 return
+
+    started = [start_worker(populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
+    return [one for one in started if one is not None]
 
 
 def _pieces_of(
