@@ -107,7 +107,7 @@ def _sent_by(window: Window, owner: int, holders: TensorOwners, most_parts: int)
     """Estimate the bytes of a window that each rank sends, for tensors with at most `most_parts` parts in it."""
     sent: dict[int, int] = {}
     for name, start, stop in window:
-        parts = holders.parts_of(name)
+        parts = holders.parts[name]
         numbers = parts.between(start, stop)
         if len(numbers) <= most_parts:
             for number in numbers:
@@ -237,7 +237,7 @@ class Exchange:
         if owner == self._rank:
             return found
         for name, start, stop in stretches:
-            parts = self._holders.parts_of(name)
+            parts = self._holders.parts[name]
             number = parts.number_of(self._rank)
             if number is None or parts.source(number, owner) != self._rank:
                 continue
@@ -253,7 +253,7 @@ class Exchange:
         found: dict[int, list[_Received]] = {}
         passed = 0
         for name, start, stop in stretches:
-            parts = self._holders.parts_of(name)
+            parts = self._holders.parts[name]
             for number in parts.between(start, stop):
                 runs = parts.clip(number, start, stop)
                 if runs is not None:

@@ -47,7 +47,7 @@ def unite(*groups: tuple[tuple[int, ...], Listing, tuple[Mesh, ...]], name_order
 
 def held(holders: TensorOwners, name: str) -> list[tuple[tuple[int, ...], int]]:
     """(ranks, bytes) of each part."""
-    return [(part.ranks, part.runs.total) for part in holders.parts_of(name)]
+    return [(part.ranks, part.runs.total) for part in holders.parts[name]]
 
 
 def test_rows_and_columns_and_copies_of_them() -> None:
@@ -73,7 +73,7 @@ def test_rows_and_columns_and_copies_of_them() -> None:
 
 def test_a_part_comes_from_the_owner_itself_or_spread_over_its_copies() -> None:
     holders = unite(((0, 1, 2, 3), listing({"rows": split((4, 1), None, 0)}), (Mesh((2, 2), (0, 1, 2, 3)),)))
-    parts = holders.parts_of("rows")
+    parts = holders.parts["rows"]
 
     assert [parts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, None]
     assert [parts.source(0, owner) for owner in range(4)] == [0, 2, 2, 2]
@@ -82,7 +82,7 @@ def test_a_part_comes_from_the_owner_itself_or_spread_over_its_copies() -> None:
 
 def test_parts_are_found_by_their_range() -> None:
     holders = unite(((0, 1), listing({"columns": split((3, 4), 1), "rows": split((4, 2), 0)}), (Mesh((2,), (0, 1)),)))
-    columns, rows = holders.parts_of("columns"), holders.parts_of("rows")
+    columns, rows = holders.parts["columns"], holders.parts["rows"]
 
     assert (list(columns.between(0, 8)), list(columns.between(8, 16)), list(columns.between(40, 48))) == (
         [0],
