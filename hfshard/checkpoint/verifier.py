@@ -54,7 +54,6 @@ class _Findings:
     """Bytes of tensor data, checked or not."""
 
     def add_tensor(self, shard: SafetensorsShard, tensor: str, what: str) -> None:
-        """Add a problem with one tensor."""
         message = printable_message(f"Tensor '{tensor}' {what}. Download or save it again.")
         self.problems.append(Problem(shard.path, tensor, message))
 
@@ -76,7 +75,6 @@ class _Findings:
             self.add_error(error)
 
     def add_all(self, other: _Findings) -> None:
-        """Add the findings of a file."""
         self.problems += other.problems
         self.warnings += other.warnings
         self.checked_bytes += other.checked_bytes

@@ -302,7 +302,6 @@ def data_of(item: WriteItem) -> TensorWriteData:
 
 
 def _chunk_of(data: TensorWriteData) -> Chunk:
-    """Return the rectangle of the tensor that an item is about."""
     return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
 
@@ -515,7 +514,6 @@ def _make_file(path: str, token: bytes, size: int) -> None:
 
 
 def _blocks(places: Mapping[str, FilePosition], name: str, nbytes: int, block_bytes: int) -> Iterator[memoryview]:
-    """Read back what was written of a tensor."""
     path, start = places[name]
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

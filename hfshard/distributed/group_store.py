@@ -202,7 +202,6 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def _pieces(key: str, value: bytes) -> list[str]:
-    """List the keys of a value's pieces."""
     return [f"{key}#{number}" for number in range(int(value[len(_IN_PIECES) :]))]
 
 
@@ -257,7 +256,6 @@ def _is_kept_by_launcher() -> bool:
 
 
 def _innermost(store: Any) -> Any:
-    """Return a store without the prefixes around it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

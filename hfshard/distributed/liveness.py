@@ -116,7 +116,6 @@ class PeerHeartbeats:
 
 
 def _process(beat: bytes | None) -> bytes:
-    """Return the record of the process that sent a beat."""
     return (beat or b"").partition(b" ")[2]
 
 

@@ -320,7 +320,6 @@ class _Targets:
         self._wanted: list[tuple[str, Target]] = []
 
     def add_own(self, stored: str, own: torch.Tensor) -> torch.Tensor:
-        """Let a stored tensor be read into the memory of another one, and return that."""
         self._wanted.append((stored, own))
         return own
 
@@ -683,7 +682,6 @@ def _same_snapshot(local: ResolvedSource, source: CheckpointSource, answers: Map
 
 
 def _files_with_tensors(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
-    """Return name -> file, for the files that contain tensors."""
     return {**checkpoint.shards, **checkpoint.pickles}
 
 

@@ -219,8 +219,6 @@ def _box_of(like: torch.Tensor, name: str) -> Box | None:
 
 
 class _Finder:
-    """Finder of the stored tensor for each target."""
-
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._networked: dict[Any, bool] = {}
@@ -356,7 +354,6 @@ class PartToRead(NamedTuple):
 
 
 def _is_of_ranged_shard(part: PartToRead) -> bool:
-    """Return whether a part is in a file that is read by ranges."""
     return isinstance(part.source, FileTensor) and isinstance(part.source.shard, RangedShard)
 
 
@@ -528,7 +525,6 @@ def _copy_box(source: torch.Tensor, box: Box, target: torch.Tensor) -> int:
 
 
 def _ranges_from_zero(intervals: tuple[Interval, ...]) -> Iterator[Interval]:
-    """Return intervals of the same lengths, one after another from 0."""
     stops = accumulate(stop - start for start, stop in intervals)
     return ((end - (stop - start), end) for (start, stop), end in zip(intervals, stops, strict=True))
 

@@ -592,7 +592,6 @@ class GroupSession(Session):
         return self.ranks if self.is_leader else {self.leader, *more}
 
     def _await(self, name: str, rank: int, watched: Collection[int], timeout_seconds: float | None = None) -> bytes:
-        """Wait for a key that a rank sets."""
         try:
             return self._awaited(name, rank, watched, timeout_seconds or self._timeout_seconds)
         except RankFailedError as error:

@@ -306,7 +306,6 @@ class _PartsFinder:
         self._spread: dict[tuple[_Source, tuple[_Way, ...]], Parts | None] = {}
 
     def whole(self, nbytes: int, rank: int) -> Parts:
-        """Return the parts of a tensor of which one rank has everything."""
         if (nbytes, rank) not in self._whole:
             runs = BoxRuns((nbytes,), 1, whole_box((nbytes,)))
             self._whole[nbytes, rank] = Parts([Part((rank,), runs)] if nbytes else [])

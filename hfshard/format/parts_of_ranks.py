@@ -74,7 +74,6 @@ class _Parts:
 
     @property
     def names(self) -> list[str]:
-        """Files directly in the folder."""
         return sorted(path.rpartition("/")[2] for path in self.paths if path.rpartition("/")[0] == self.folder)
 
     def on_disk(self, path: str) -> str:

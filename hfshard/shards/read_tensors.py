@@ -149,7 +149,6 @@ class _ReadPart:
 
     @property
     def end(self) -> int:
-        """Position in the file, one past the last byte."""
         return self.start + self.target.numel()
 
 
@@ -269,7 +268,6 @@ class _Stages:
             self._free.put(stage)
 
     def wait(self) -> None:
-        """Wait until every copy has arrived."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -288,8 +286,6 @@ class _Stages:
 
 
 class _HostStage:
-    """Memory for one piece."""
-
     def __init__(self, device: torch.device) -> None:
         room = _STAGE_BYTES + 2 * DATA_ALIGNMENT
         self._device = device
@@ -362,7 +358,6 @@ def read_by_other_processes(fd: int) -> bool:
 
 
 def _flock(kind: int) -> bytes:
-    """Build a lock of the complete file."""
     return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 

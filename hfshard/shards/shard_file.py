@@ -485,7 +485,6 @@ class _Ahead:
             self._room.release()
 
     def close(self) -> None:
-        """Stop the threads."""
         self._is_closed = True
         self._room.release(_THREADS)
         wait(self._threads)

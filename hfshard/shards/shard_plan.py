@@ -204,8 +204,6 @@ def _entry_sizes(specs: Sequence[TensorSpec]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Size limit of a group of tensors."""
-
     max_shard_bytes: int
     metadata_bytes: int
     headers_count: bool

@@ -319,7 +319,6 @@ def _partitioned_among(objects: Iterable[Any]) -> Iterator[tuple[str, torch.Tens
 
 
 def _endings(name: str) -> Iterator[str]:
-    """Yield a dotted name, and its remainders without its first parts."""
     while name:
         yield name
         name = name.partition(".")[2]
