@@ -179,10 +179,11 @@ class Verifier:
 
     def _read_index(self, name: str) -> CheckpointIndex | None:
         self.files.append(name)
+        index = None
         with self.findings.collected():
             raw = self.folder.read_small(name, MAX_INDEX_BYTES)
-            return CheckpointIndex.from_json(raw, os.path.join(self.directory, name))
-        return None
+            index = CheckpointIndex.from_json(raw, os.path.join(self.directory, name))
+        return index
 
     def _check_files(
         self, index: CheckpointIndex | None, names: list[str], progress_callback: ProgressCallback

@@ -147,7 +147,7 @@ class RangedShard(SafetensorsShard):
         if block_bytes <= _SAMPLE_BYTES:
             begins = range(0, count_bytes, block_bytes)
             places = ((start + begin, min(block_bytes, count_bytes - begin)) for begin in begins)
-            yield from map(memoryview, self._places(places))
+            yield from (memoryview(raw) for raw in self._places(places))
             return
         if count_bytes <= MOST_BYTES:
             found = _read_ahead(self, start, count_bytes)
