@@ -92,8 +92,10 @@ def may_be_divided(model: nn.Module) -> bool:
     return (
         any(not isinstance(one, nn.Parameter) for one in parameters)
         or any(hasattr(one, mark) for one in parameters for mark in (PARTITIONED, FLATTENED))
-        or (fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules))
-        or any(map(hides_parameters, modules))
+        or (
+            fsdp is not None
+            and any(isinstance(module, fsdp.FullyShardedDataParallel) or hides_parameters(module) for module in modules)
+        )
     )
 
 
