@@ -132,27 +132,21 @@ def checked_path_text(path: str | os.PathLike[str], argument: str = "path") -> s
         InvalidPathError: It is empty, bytes or not a path, or no file can have such a name; or it is an address that
             has lost a slash.
     """
+    text = ""
+    problem: Exception | None = None
     try:
-        text = os.fspath(path)
-    except TypeError as error:
-        raise _refused(path, argument) from error
-    if not isinstance(text, str) or not text:
-        raise _refused(path, argument)
-    try:
-        raw = os.fsencode(text)
-    except UnicodeEncodeError as error:
-        raise _refused(path, argument) from error
-    if b"\0" in raw:
-        raise _refused(path, argument)
+        given = os.fspath(path)
+        if isinstance(given, str) and b"\0" not in os.fsencode(given):
+            text = given
+    except (TypeError, UnicodeEncodeError) as error:
+        problem = error
+    if not text:
+        raise InvalidPathError(
+            f"{argument} must be a str or os.PathLike path without NUL characters, got {path!r:.200}. "
+            f"For the working directory, pass '{os.curdir}'."
+        ) from problem
     check_slashes(text, argument)
     return text
-
-
-def _refused(path: object, argument: str) -> InvalidPathError:
-    return InvalidPathError(
-        f"{argument} must be a str or os.PathLike path without NUL characters, got {path!r:.200}. "
-        f"For the working directory, pass '{os.curdir}'."
-    )
 
 
 # Store addresses, such as "s3://bucket/prefix": recognized, checked and split.

@@ -430,7 +430,7 @@ def _recorded_by_others(folder: Folder, name: str) -> set[str | None]:
                 raw = folder.read_small(file, MAX_INDEX_BYTES)
                 found.add(CheckpointIndex.from_json(raw, path).files.get(name, FileDigest()).sha256)
             elif file.endswith(SAFETENSORS_SUFFIX):
-                shard = folder.open_shards([file])[file]
+                shard = folder.open_shard(file)
                 shard.close()
                 found.add(shard.hfshard_metadata.files.get(name, FileDigest()).sha256)
         except HfshardError as error:

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from functools import partial
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
-from hfshard.disk.byte_source import ByteSource, contents_equal
+from hfshard.disk.byte_source import ByteSource, StreamSource, contents_equal
 from hfshard.disk.fsops import copy_mode, sync
-from hfshard.disk.safe_open import open_regular
+from hfshard.disk.safe_open import open_reader
 from hfshard.errors import SaveDirectoryError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.stored_save import objects_of_saves
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CompanionFile:
-    """A file next to the weights of a checkpoint in the directory `root`."""
-
-    path: str
-    root: str
-    size: int
-
-    @property
-    def sha256(self) -> None:
-        """Not known without reading."""
-        return
-
-    def open(self) -> io.BufferedIOBase:
-        """Open it for reading.
-
-        Raises:
-            DamagedCheckpointError: It is not a regular file now.
-        """
-        return os.fdopen(open_regular(self.path, self.root), "rb")
 
 
 def copy_companion(
@@ -56,7 +33,7 @@ def copy_companion(
         sync(writing.fileno(), target)
 
 
-def list_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
+def list_companion_files(directory: str, but: Collection[str]) -> dict[str, ByteSource]:
     """List the files at the top level of a checkpoint's directory that are not weights.
 
     Left out are weights and indexes of any library, objects of a save into a store, files over 256 MiB (data sets),
@@ -68,12 +45,12 @@ def list_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
         but: Names to leave out.
 
     Returns:
-        Name -> file, sorted by name.
+        Name -> file, sorted by name; one that is not a regular file when it is opened is an error, too.
 
     Raises:
         DamagedCheckpointError: A link is broken, or a file can't be opened.
     """
-    found = {}
+    found: dict[str, ByteSource] = {}
     names = os.listdir(directory)
     for name in sorted(set(names) - objects_of_saves(names)):
         path = os.path.join(directory, name)
@@ -83,10 +60,10 @@ def list_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
             if not os.path.isdir(path):
                 logger.warning("'%s' is a pipe, a socket or a device: it is not copied.", path)
             continue
-        os.close(open_regular(path, directory))
+        open_reader(path, directory).close()
         size = os.stat(path).st_size
         if is_small_enough_to_copy(path, size):
-            found[name] = CompanionFile(path, directory, size)
+            found[name] = StreamSource(size, None, partial(open_reader, path, directory))
     return found
 
 

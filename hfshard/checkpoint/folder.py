@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hfshard.checkpoint.companion_files import list_companion_files
 from hfshard.constants import REPLACED_RETRIES, REPLACED_WAIT_SECONDS
 from hfshard.disk.byte_source import ByteSource, FileSource, file_source
-from hfshard.disk.safe_open import identity_of, open_regular, read_small
+from hfshard.disk.safe_open import identity_of, open_reader, read_small
 from hfshard.errors import HfshardError, UnsafePathError
 from hfshard.format.file_names import WeightNames
 from hfshard.pickles.pickle_file import PickleFile
@@ -236,10 +236,6 @@ class LocalFolder(Folder):
         except OSError:
             return []  # it cannot be read, which the code that reads it reports
 
-    def has(self, name: str) -> bool:
-        """Return whether there is anything of this name, links that lead nowhere included."""
-        return os.path.lexists(os.path.join(self.path, name))
-
     def find(self, name: str) -> File | None:
         """Inspect a file; its version has device, inode, size and time of the last change."""
         path = os.path.join(self.path, name)
@@ -280,7 +276,7 @@ class LocalFolder(Folder):
 
     def open(self, name: str) -> io.BufferedIOBase:
         """Open a file; see `safe_open.open_regular`."""
-        return os.fdopen(open_regular(os.path.join(self.path, name), self.path), "rb")
+        return open_reader(os.path.join(self.path, name), self.path)
 
     def source(self, name: str, sha256: str | None = None) -> ByteSource:
         """Return the contents of a file, which are read on demand."""
@@ -288,7 +284,7 @@ class LocalFolder(Folder):
 
     def companions(self, exclude: Collection[str]) -> dict[str, ByteSource]:
         """List the files, following links; see `list_companion_files`."""
-        return dict(list_companion_files(self.path, exclude))
+        return list_companion_files(self.path, exclude)
 
     def existing(self, names: Collection[str]) -> dict[str, ByteSource]:
         """Return the contents; those of a folder or a broken link have size -1."""

@@ -50,17 +50,19 @@ def match_names(
         renamed = {names[name]: tensor for name, tensor in renamed.items()}
     renamed = _with_tied_names(renamed, model_state)
     if values_of is not None:
-        renamed |= values_of(_in_need_of_values(renamed, model_state))
-    _reject_merging(renamed, model_state, path, model_name)
+        names_of_two = names_to_compare(renamed, model_state)
+        two = {name: renamed[name] for name in names_of_two if renamed[name].shape == model_state[name].shape}
+        renamed |= values_of(two)
+    merged = find_merged_names(renamed, model_state)
+    if merged is not None:
+        raise StateDictMismatchError(
+            f"'{merged[0]}' and '{merged[1]}' share memory in the {model_name}, but are different tensors in the "
+            f"checkpoint '{path}': one of them would be lost. Nothing was loaded. Build the model as it was saved "
+            "(tie_word_embeddings).",
+            path=path,
+            fqn=merged[0],
+        )
     return renamed, compare_keys(renamed, model_state)
-
-
-def _in_need_of_values(
-    tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Select the tensors that are one in the model, at least in part, but two in the checkpoint."""
-    names = names_to_compare(tensors, model_state)
-    return {name: tensors[name] for name in names if tensors[name].shape == model_state[name].shape}
 
 
 def load_into_module(
@@ -125,20 +127,6 @@ def reject_expanded(model: nn.Module, tensors: Mapping[str, torch.Tensor], path:
             "elements share memory. Nothing was loaded. Give it memory of its own: .contiguous().",
             path=path,
             fqn=expanded[0],
-        )
-
-
-def _reject_merging(
-    tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor], path: str, model_name: str
-) -> None:
-    merged = find_merged_names(tensors, model_state)
-    if merged is not None:
-        raise StateDictMismatchError(
-            f"'{merged[0]}' and '{merged[1]}' share memory in the {model_name}, but are different tensors in the "
-            f"checkpoint '{path}': one of them would be lost. Nothing was loaded. Build the model as it was saved "
-            "(tie_word_embeddings).",
-            path=path,
-            fqn=merged[0],
         )
 
 

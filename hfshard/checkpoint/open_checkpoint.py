@@ -283,6 +283,11 @@ def open_checkpoint(
     names = WeightNames(variant, base)
     folder = as_folder(directory)
 
+    def find_name() -> str | None:
+        """Return the name of the file to open, regardless of other files; None: the one that transformers finds."""
+        found = weights_name or checked_weights_override(config_in(folder), folder.path, names, folder.pass_over)
+        return find_lone_adapter(folder, names) if found is None and opens_adapter else found
+
     def finish(opened: OpenCheckpoint) -> None:
         if verify in FULL and opened.foreign is not None:
             opened.foreign.check_records(progress_callback)
@@ -295,7 +300,6 @@ def open_checkpoint(
     open_once = partial(
         _open_once, folder, names, verify=verify, files_of=files_of, key=key, finish=finish, keeps_index=keeps_index
     )
-    find_name = partial(_name_in, folder, names, weights_name, opens_adapter=opens_adapter)
     checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, find_name, open_once)
     checkpoint.level = verify
     try:
@@ -413,12 +417,6 @@ def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> 
         return (error.message,)
 
 
-def _name_in(folder: Folder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
-    """Return the name of the file to open, regardless of other files; None: the one that transformers finds."""
-    found = given or checked_weights_override(config_in(folder), folder.path, names, folder.pass_over)
-    return find_lone_adapter(folder, names) if found is None and opens_adapter else found
-
-
 def _open_once(
     folder: Folder,
     names: WeightNames,
@@ -443,7 +441,9 @@ def _open_once(
             path=path,
         )
     if not weights.is_index:
-        checkpoint = _open_single(folder, names, weights, key)
+        is_foreign = weights.kind == "foreign"
+        shard = open_foreign(folder.path, weights.name, key) if is_foreign else folder.open_shard(weights.name)
+        checkpoint = checkpoint_of(shard, folder, names, weights)
     else:
         raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
         checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path, folder.pass_over))
@@ -486,12 +486,6 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
             raise
         checkpoint.folder.pass_over(error)
         checkpoint.index = replace(index, weight_map=found)
-
-
-def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry, key: str | None) -> OpenCheckpoint:
-    if weights.kind == "foreign":
-        return checkpoint_of(open_foreign(folder.path, weights.name, key), folder, names, weights)
-    return checkpoint_of(folder.open_shards([weights.name])[weights.name], folder, names, weights)
 
 
 def checkpoint_of(shard: SafetensorsShard, folder: Folder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
@@ -556,10 +550,13 @@ def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dic
     """
     found: dict[str, TensorLike] = {}
     for file, shard in checkpoint.shards.items():
-        digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()), checks_files)
+        recorded = checkpoint.index.files.get(file, FileDigest())
+        digests = recorded.split_tensor_digests(shard.header.tensors)
+        if digests is None and checks_files:
+            shard.check_contents(recorded)
         for info in shard.header.tensors.values():
             layout = TensorLayout(info.dtype, info.shape, info.nbytes, info.name in shard.complex_as_real)
-            digest = digests.get(info.name)
+            digest = None if digests is None else digests[info.name]
             found[info.name] = RawTensor(layout, partial(_checked_blocks, shard, info, digest), digest)
     for pickled in checkpoint.pickles.values():
         found.update(pickled.stored_tensors(_LEAST_READ_BYTES))
@@ -575,16 +572,6 @@ def is_compared(checkpoint: OpenCheckpoint) -> bool:
     if checkpoint.pickles:
         return not check_pickle_checksums(checkpoint.pickles)
     return checkpoint.index.is_verifiable
-
-
-def _digests(shard: SafetensorsShard, recorded: FileDigest, checks_files: bool) -> dict[str, str]:
-    names = list(shard.header.tensors)
-    digests = recorded.split_tensor_digests(len(names))
-    if digests is not None:
-        return dict(zip(names, digests, strict=True))
-    if checks_files:
-        shard.check_contents(recorded)
-    return {}
 
 
 def _checked_blocks(

@@ -543,5 +543,4 @@ class StoreFolder(RangedFolder):
 
 
 def _has_entry(names: Collection[str]) -> bool:
-    """Return whether one of the objects is the index of a save."""
     return any(map(is_save_index, names))

@@ -46,6 +46,7 @@ from hfshard.shards.shard import SafetensorsShard
 class _Findings:
     """The problems and warnings of one file, or of all files."""
 
+    directory: str
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checked_bytes: int = 0
@@ -53,25 +54,27 @@ class _Findings:
     """Bytes of tensor data, checked or not."""
 
     def add_tensor(self, shard: SafetensorsShard, tensor: str, what: str) -> None:
-        """Add a problem with one tensor."""
         message = printable_message(f"Tensor '{tensor}' {what}. Download or save it again.")
         self.problems.append(Problem(shard.path, tensor, message))
 
-    def add_error(self, error: HfshardError, directory: str) -> None:
-        """Add the error of a failed check.
-
-        Raises:
-            StoreError: The error itself, if a store can't be asked, which says nothing about the checkpoint.
-        """
+    def add_error(self, error: HfshardError) -> None:
+        """Add a failed check's error; raise a StoreError, which says nothing about the checkpoint."""
         if isinstance(error, StoreError):
             raise error
-        path = error.path if error.path is not None else directory
+        path = error.path if error.path is not None else self.directory
         # The message may end with the advice to run this very check.
-        message = error.message.replace(f", or run 'hfshard verify {directory}'", "")
+        message = error.message.replace(f", or run 'hfshard verify {self.directory}'", "")
         self.problems.append(Problem(path, error.fqn, message))
 
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """End the block at the first check that fails, and add its error; see `add_error`."""
+        try:
+            yield
+        except HfshardError as error:
+            self.add_error(error)
+
     def add_all(self, other: _Findings) -> None:
-        """Add the findings of a file."""
         self.problems += other.problems
         self.warnings += other.warnings
         self.checked_bytes += other.checked_bytes
@@ -130,7 +133,7 @@ class Verifier:
         self.names = names
         self.level = level
         self.files: list[str] = []
-        self.findings = _Findings()
+        self.findings = _Findings(self.directory)
         self.names_in: dict[str, list[str]] = defaultdict(list)
         """File -> the tensors that the index names for it."""
 
@@ -147,15 +150,14 @@ class Verifier:
     def run(self, progress_callback: ProgressCallback) -> None:
         """Check everything."""
         try:
-            named = self.weights_name
-            if named is not None:
-                weights = entry_of(named)
+            if self.weights_name is not None:
+                weights = entry_of(self.weights_name)
             else:
                 weights = locate_checkpoint(self.folder, self.names, opens_foreign=True)
         except CheckpointNotFoundError:
             raise
         except HfshardError as error:
-            self.findings.add_error(error, self.directory)
+            self.findings.add_error(error)
             return
         index = self._read_index(weights.name) if weights.kind == "index" else None
         if weights.kind == "single":
@@ -165,7 +167,8 @@ class Verifier:
             listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
             self._check_files(index, sorted(listed | set(index.weight_map.values())), progress_callback)
             if not self.findings.problems:
-                self._check_total(weights.name, index)
+                with self.findings.collected():
+                    check_total(os.path.join(self.directory, weights.name), index, self.findings.data_bytes)
         elif weights.kind == "foreign":
             self._check_foreign(progress_callback)
         elif weights.kind != "index":
@@ -175,14 +178,11 @@ class Verifier:
         self._warn_of_other_tools_files()
 
     def _read_index(self, name: str) -> CheckpointIndex | None:
-        path = os.path.join(self.directory, name)
         self.files.append(name)
-        try:
+        index = None
+        with self.findings.collected():
             raw = self.folder.read_small(name, MAX_INDEX_BYTES)
-            index = CheckpointIndex.from_json(raw, path)
-        except HfshardError as error:
-            self.findings.add_error(error, self.directory)
-            return None
+            index = CheckpointIndex.from_json(raw, os.path.join(self.directory, name))
         return index
 
     def _check_files(
@@ -212,7 +212,7 @@ class Verifier:
             if isinstance(error, IntegrityError) and self.level != "full":
                 self.findings.warnings.append(error.message)  # people edit configs by hand
             else:
-                self.findings.add_error(error, self.directory)
+                self.findings.add_error(error)
 
     def _check_file(
         self,
@@ -221,17 +221,18 @@ class Verifier:
         digests: dict[str, FileDigest],
         progress_callback: ProgressCallback,
     ) -> _Findings:
-        findings = _Findings()
+        findings = _Findings(self.directory)
         try:
-            shard = self.folder.open_shards([name])[name]
+            shard = self.folder.open_shard(name)
         except HfshardError as error:
-            findings.add_error(error, self.directory)
+            findings.add_error(error)
             return findings
         try:
             findings.data_bytes = shard.data_bytes
             if index is None:
                 digests |= {**shard.hfshard_metadata.files, name: shard.hfshard_metadata.digests}  # it is the only one
-                self._check_tied_names(shard, findings)
+                with findings.collected():
+                    check_tied_names(shard.hfshard_metadata.tied_names, shard.header.tensors, shard.path)
             else:
                 self._check_names(name, shard, index, findings)
             self._check_bytes(shard, digests.get(name, FileDigest()), findings, progress_callback)
@@ -260,7 +261,7 @@ class Verifier:
                     shard, tensor, f"of '{shard.path}' is damaged: its bytes are not those that were saved"
                 )
             if not damaged:
-                findings.add_error(error, self.directory)
+                findings.add_error(error)
         except InterruptedError:  # Ctrl-C, or another file failed
             raise
         except OSError as error:  # a bad sector
@@ -287,47 +288,28 @@ class Verifier:
         else:
             findings.warnings.append(f"'{name}' has no checksum (hfshard writes them): only its structure was checked.")
 
-    def _check_tied_names(self, shard: SafetensorsShard, findings: _Findings) -> None:
-        try:
-            check_tied_names(shard.hfshard_metadata.tied_names, shard.header.tensors, shard.path)
-        except HfshardError as error:
-            findings.add_error(error, self.directory)
-
-    def _check_total(self, name: str, index: CheckpointIndex) -> None:
-        try:
-            check_total(os.path.join(self.directory, name), index, self.findings.data_bytes)
-        except HfshardError as error:
-            self.findings.add_error(error, self.directory)
-
     def _check_pickles(self, progress_callback: ProgressCallback) -> None:
-        try:
-            with self._opened_with_key() as checkpoint:
-                self.files.extend(checkpoint.pickles)
-                checked = run_in_threads(
-                    lambda item, cancelled: self._check_pickle(*item, cancellable(progress_callback, cancelled)),
-                    checkpoint.pickles.items(),
-                    FILES_AT_ONCE,
-                )
-        except HfshardError as error:
-            self.findings.add_error(error, self.directory)
-            return
-        for findings in checked:
-            self.findings.add_all(findings)
+        with self.findings.collected(), self._opened_with_key() as checkpoint:
+            self.files.extend(checkpoint.pickles)
+            checked = run_in_threads(
+                lambda item, cancelled: self._check_pickle(*item, cancellable(progress_callback, cancelled)),
+                checkpoint.pickles.items(),
+                FILES_AT_ONCE,
+            )
+            for findings in checked:
+                self.findings.add_all(findings)
 
     def _check_foreign(self, progress_callback: ProgressCallback) -> None:
-        try:
-            with self._opened_with_key() as checkpoint:
-                foreign = checkpoint.foreign
-                assert foreign is not None
-                self.files.extend(foreign.table.sizes)
-                if self.level == "full":
-                    self.findings.checked_bytes = foreign.check_values(progress_callback)
-                if self.level != "full" or not foreign.table.is_verifiable:
-                    self.findings.warnings.append(
-                        f"{foreign.table.framework}: the bytes of all tensors are there, but they were not verified."
-                    )
-        except HfshardError as error:
-            self.findings.add_error(error, self.directory)
+        with self.findings.collected(), self._opened_with_key() as checkpoint:
+            foreign = checkpoint.foreign
+            assert foreign is not None
+            self.files.extend(foreign.table.sizes)
+            if self.level == "full":
+                self.findings.checked_bytes = foreign.check_values(progress_callback)
+            if self.level != "full" or not foreign.table.is_verifiable:
+                self.findings.warnings.append(
+                    f"{foreign.table.framework}: the bytes of all tensors are there, but they were not verified."
+                )
 
     @contextmanager
     def _opened_with_key(self) -> Iterator[OpenCheckpoint]:
@@ -349,14 +331,12 @@ class Verifier:
             yield checkpoint
 
     def _check_pickle(self, name: str, pickled: PickleFile, progress_callback: ProgressCallback) -> _Findings:
-        findings = _Findings()
-        try:
+        findings = _Findings(self.directory)
+        with findings.collected():
             if self.level == "full" and pickled.check_every_byte(progress_callback):
                 findings.checked_bytes = pickled.size
             else:
                 findings.warnings.append(f"'{name}' is a pickle: it loads, but its bytes were not verified.")
-        except HfshardError as error:
-            findings.add_error(error, self.directory)
         return findings
 
     def _warn_of_other_tools_files(self) -> None:
@@ -371,13 +351,11 @@ class Verifier:
 
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
+        own = self.names
         for name in self.folder.names():
-            is_file = name.endswith(SAFETENSORS_SUFFIX) and self.folder.version(name) is not None
-            if (
-                is_file
-                and name not in used
-                and (self.names.is_shard(name) or self.names.is_commit_temporary(name) or name == self.names.single)
-            ):
+            is_own = own.is_shard(name) or own.is_commit_temporary(name) or name == own.single
+            is_stray = is_own and name not in used and name.endswith(SAFETENSORS_SUFFIX)
+            if is_stray and self.folder.version(name) is not None:
                 self.findings.warnings.append(
                     f"'{name}' is not part of a checkpoint here; the next save by hfshard keeps or deletes it."
                 )

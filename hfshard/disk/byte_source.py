@@ -70,10 +70,10 @@ class BytesSource:
 
 @dataclass(frozen=True, slots=True)
 class StreamSource:
-    """Bytes that are computed when they are read."""
+    """Bytes that are computed, or a file that is opened, when they are read."""
 
     size: int
-    sha256: str
+    sha256: str | None
     opener: Callable[[], io.BufferedIOBase]
 
     def open(self) -> io.BufferedIOBase:

@@ -280,8 +280,6 @@ def _aligned(count_bytes: int) -> int:
 
 
 class _Reads:
-    """The reads of one range."""
-
     def __init__(self, fd: int, direct: int, start: int, count_bytes: int, block_bytes: int) -> None:
         self.fd = fd
         self.direct = direct
@@ -326,7 +324,6 @@ class _Reads:
             wait([reading])
 
     def _read_all(self, free: SimpleQueue[memoryview], full: SimpleQueue[tuple[memoryview, memoryview] | None]) -> None:
-        """Read all blocks, each into a free buffer."""
         try:
             for at in self.starts:
                 buffer = free.get()

@@ -158,10 +158,7 @@ def sync(fd: int, path: str) -> None:
 
 
 def _flush(fd: int) -> None:
-    """Flush a file, and on macOS also the disk's cache, which `fsync` does not flush.
-
-    Source: fsync(2) of macOS.
-    """
+    """Flush a file, and on macOS also the disk's cache, which `fsync` does not flush (fsync(2) of macOS)."""
     flush_disk = getattr(fcntl, "F_FULLFSYNC", None)
     if flush_disk is not None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -74,13 +75,9 @@ def open_regular(path: str, root: str, real_root: str | None = None) -> int:
     return fd
 
 
-def resolve_outside_link(path: str, root: str) -> str | None:
-    """Return the path's real location if it is outside `root` and not a snapshot's blob in the Hub's cache; else None.
-
-    A broken link leads to the target it names.
-    """
-    real = os.path.realpath(path)
-    return None if _lies_in(real, os.path.realpath(root)) or _is_blob(real, os.path.realpath(root)) else real
+def open_reader(path: str, root: str) -> io.BufferedIOBase:
+    """Open a regular file below `root` as `open_regular` does, and return a reader of its bytes."""
+    return os.fdopen(open_regular(path, root), "rb")
 
 
 def is_users_link(path: str, root: str) -> bool:
@@ -100,8 +97,10 @@ def reject_links_to_outside(directory: str, names: Iterable[str], where: str) ->
     Raises:
         InvalidArgumentError: There are such links; the message names the first ones and their targets.
     """
-    found = {name: resolve_outside_link(os.path.join(directory, name), directory) for name in sorted(names)}
-    outside = [f"'{os.path.join(directory, name)}' is a link to '{to}'" for name, to in found.items() if to is not None]
+    root = os.path.realpath(directory)
+    found = {path: os.path.realpath(path) for path in (os.path.join(directory, name) for name in sorted(names))}
+    is_inside = {path: _lies_in(real, root) or _is_blob(real, root) for path, real in found.items()}
+    outside = [f"'{path}' is a link to '{real}'" for path, real in found.items() if not is_inside[path]]
     if outside:
         raise InvalidArgumentError(f"{shorten_list(outside, _SHOWN_LINKS)}, outside {where}", path=directory)
 

@@ -262,11 +262,7 @@ def _batches(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[t
 
 
 def _wanted(item: ReadItem, tensor: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> tuple[str, BoxTarget]:
-    """Return the stored name and the target of a read.
-
-    Raises:
-        StateDictMismatchError: The part is not in the checkpoint, or the tensor has another shape.
-    """
+    """Return the stored name and the target of a read; reject what the checkpoint does not have in this shape."""
     name = item.storage_index.fqn
     box = chunk_box((tuple(item.storage_offsets), tuple(item.lengths)))
     shape = shapes.get(name, ())

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.storage as dcp_storage
@@ -38,7 +37,7 @@ from hfshard.errors import (
     UnstorableTensorError,
 )
 from hfshard.format.file_names import MODEL_BASE
-from hfshard.format.index import CheckpointIndex, Checksum, FileDigest
+from hfshard.format.index import Checksum, FileDigest
 from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -144,8 +143,8 @@ class StorageWriter(dcp_storage.StorageWriter):
         """
         if not plan.usable:
             raise _no_plan_caching()
-        check_items(plan.items)
-        return replace(plan, storage_data=described_items(plan))
+        _check_items(plan.items)
+        return replace(plan, storage_data=_described_items(plan))
 
     @wraps_os_errors("checkpoint_id")
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -156,7 +155,7 @@ class StorageWriter(dcp_storage.StorageWriter):
             Everything that `hfshard.save_state_dict` raises before it writes.
         """
         assert self.checkpoint_id is not None
-        self._save = StagedSave(self.checkpoint_id, self._options, merge_layouts(plans))
+        self._save = StagedSave(self.checkpoint_id, self._options, _merge_layouts(plans))
         places = self._save.places
         ordered = []
         for plan in plans:
@@ -212,16 +211,16 @@ class StorageWriter(dcp_storage.StorageWriter):
         state_dict = state_dict_of(planner)
         items = [(item, data_of(item)) for item in plan.items]
         for item, data in items:
-            check_held(item.index.fqn, state_dict.get(item.index.fqn), chunk_box(chunk_of(data)), "save")
+            check_held(item.index.fqn, state_dict.get(item.index.fqn), chunk_box(_chunk_of(data)), "save")
         with ExitStack() as opened:
             files: dict[str, int] = {}
             for item, data in items:
                 path, start = orders.places[item.index.fqn]
                 if path not in files:
-                    files[path] = open_staged(path, orders.token)
+                    files[path] = _open_staged(path, orders.token)
                     opened.callback(os.close, files[path])
                 if chunk_bytes(data):
-                    write_chunk(files[path], start, data, resolved_chunk(item, data, planner))
+                    _write_chunk(files[path], start, data, _resolved_chunk(item, data, planner))
             for path, fd in files.items():
                 sync(fd, path)
         return [
@@ -262,11 +261,7 @@ def _no_plan_caching() -> InvalidArgumentError:
 
 
 def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
-    """Return the absolute path of a directory.
-
-    Raises:
-        InvalidPathError: It is a store address: the ranks' parts are assembled in files on disk.
-    """
+    """Return a directory's absolute path; reject a store address: the ranks' parts are assembled in files on disk."""
     place = place_to_save(path, argument)
     directory = place.address
     if not place.is_read_from_disk:
@@ -281,12 +276,8 @@ def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
 # Plan items of a save: each rank's part of a tensor is checked, merged with the others, and written into a file.
 
 
-def check_items(items: Iterable[WriteItem]) -> None:
-    """Reject what a Hugging Face checkpoint cannot contain, judging by the plan alone.
-
-    Raises:
-        UnstorableTensorError: A value is not a tensor, the format cannot store it, or DeepSpeed has partitioned it.
-    """
+def _check_items(items: Iterable[WriteItem]) -> None:
+    """Reject what a Hugging Face checkpoint cannot contain, judging by the plan alone."""
     all_items = list(items)
     objects = [item.index.fqn for item in all_items if item.type == WriteItemType.BYTE_IO]
     if objects:
@@ -297,7 +288,10 @@ def check_items(items: Iterable[WriteItem]) -> None:
             fqn=objects[0],
         )
     for item in all_items:
-        _check_item(item)
+        data, name = data_of(item), item.index.fqn
+        if (problem := unsupported_layout_reason(data.properties.layout)) is not None:
+            raise UnstorableTensorError(f"Cannot store {name!r}: {problem}", fqn=name)
+        check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
     reject_partitioned({item.index.fqn: torch.empty(data_of(item).size, device="meta") for item in all_items})
 
 
@@ -307,8 +301,7 @@ def data_of(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def chunk_of(data: TensorWriteData) -> Chunk:
-    """Return the rectangle of the tensor that an item is about."""
+def _chunk_of(data: TensorWriteData) -> Chunk:
     return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
 
@@ -317,38 +310,25 @@ def chunk_bytes(data: TensorWriteData) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _check_item(item: WriteItem) -> None:
-    """Reject a tensor that the format cannot store, judging by the plan alone."""
-    data = data_of(item)
-    name = item.index.fqn
-    if (problem := unsupported_layout_reason(data.properties.layout)) is not None:
-        raise UnstorableTensorError(f"Cannot store {name!r}: {problem}", fqn=name)
-    check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
-
-
-def described_items(plan: SavePlan) -> dict[str, TensorWriteData]:
+def _described_items(plan: SavePlan) -> dict[str, TensorWriteData]:
     """Return FQN -> what a plan says about the tensor, in the plan's order."""
     return {item.index.fqn: data_of(item) for item in plan.items}
 
 
-def merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
+def _merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
     """Return name -> layout of the stored tensor, in the order of the first rank's state dict, then of the next one's.
 
-    Args:
-        plans: Of all ranks. Each one's storage_data is what `described_items` returned before tensors that several
-            ranks have were removed from all plans but one.
-
-    Raises:
-        UnstorableTensorError: Ranks disagree about a tensor, or their parts do not cover it exactly.
+    The storage_data of each rank's plan is what `_described_items` returned before tensors that several ranks have were
+    removed from all plans but one. Reject tensors about which ranks disagree, or that their parts do not cover exactly.
     """
     found: dict[str, TensorWriteData] = {}
     chunks: dict[str, list[Chunk]] = {}
     for plan in plans:
         before = plan.storage_data if isinstance(plan.storage_data, dict) else {}
-        for name, data in (before | described_items(plan)).items():
+        for name, data in (before | _described_items(plan)).items():
             _check_agreement(name, found.setdefault(name, data), data)
         for item in plan.items:
-            chunks.setdefault(item.index.fqn, []).append(chunk_of(data_of(item)))
+            chunks.setdefault(item.index.fqn, []).append(_chunk_of(data_of(item)))
     for name, parts in chunks.items():
         if (problem := cover_problem(found[name].size, parts)) is not None:
             raise UnstorableTensorError(
@@ -356,7 +336,11 @@ def merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
                 f"{problem}. Call on every rank that has a part, with torch.distributed.checkpoint's own planner.",
                 fqn=name,
             )
-    return {name: _layout_of(data) for name, data in found.items() if name in chunks}
+    return {
+        name: tensor_layout(torch.empty(data.size, dtype=data.properties.dtype, device="meta"))
+        for name, data in found.items()
+        if name in chunks
+    }
 
 
 def _check_agreement(name: str, one: TensorWriteData, other: TensorWriteData) -> None:
@@ -369,16 +353,8 @@ def _check_agreement(name: str, one: TensorWriteData, other: TensorWriteData) ->
         )
 
 
-def _layout_of(data: TensorWriteData) -> TensorLayout:
-    return tensor_layout(torch.empty(data.size, dtype=data.properties.dtype, device="meta"))
-
-
-def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> torch.Tensor:
-    """Return the values of a chunk.
-
-    Raises:
-        UnstorableTensorError: They are not what the plan says, or cannot be stored.
-    """
+def _resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> torch.Tensor:
+    """Return the values of a chunk; reject what the plan does not say, or what cannot be stored."""
     name = item.index.fqn
     tensor = planner.resolve_data(item)
     check_storable(name, tensor)
@@ -392,20 +368,16 @@ def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner)
     return tensor
 
 
-def write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor) -> None:
+def _write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor) -> None:
     """Write a chunk's values to their positions in a file in which the tensor starts at byte `start`."""
-    runs = Runs.of_box(tuple(data.size), tensor.element_size(), chunk_box(chunk_of(data)))
-    ends = runs.positions + runs.lengths
+    runs = Runs.of_box(tuple(data.size), tensor.element_size(), chunk_box(_chunk_of(data)))
+    in_chunk = Runs(runs.positions, runs.lengths, runs.offsets + start)
     done = 0
     for block in iter_blocks(tensor, BLOCK_BYTES):
-        some = slice(np.searchsorted(ends, done, "right"), np.searchsorted(runs.positions, done + len(block), "left"))
-        begins = np.maximum(runs.positions[some], done)
-        stops = np.minimum(ends[some], done + len(block))
-        offsets = runs.offsets[some] + (begins - runs.positions[some]) + start
-        for offset, begin, stop in zip(
-            offsets.tolist(), (begins - done).tolist(), (stops - done).tolist(), strict=True
-        ):
-            _write_at(fd, block[begin:stop], offset)
+        some = in_chunk.clip(done, done + len(block))
+        begins = (some.offsets - done).tolist()
+        for begin, length, offset in zip(begins, some.lengths.tolist(), some.positions.tolist(), strict=True):
+            _write_at(fd, block[begin : begin + length], offset)
         done += len(block)
 
 
@@ -473,7 +445,7 @@ class StagedSave:
             self.undo(error)
             raise
 
-    def commit(self) -> CheckpointIndex:
+    def commit(self) -> None:
         """Read the files back for their checksums, complete their headers, and move them into place.
 
         Raises:
@@ -486,10 +458,8 @@ class StagedSave:
             self.undo(error)
             raise
         self._context.__exit__(None, None, None)
-        index = self._save.index()
-        size = self._save.total_size
-        logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), size, self.directory)
-        return index
+        count, size = len(self._save.index().weight_map), self._save.total_size
+        logger.info("Saved %d tensors, %d bytes, into '%s'.", count, size, self.directory)
 
     def undo(self, error: BaseException) -> None:
         """Remove what was staged, and unlock the directory.
@@ -511,12 +481,8 @@ class StagedSave:
         self._target.reject_single_without_links(jobs)
 
 
-def open_staged(path: str, token: bytes) -> int:
-    """Open for writing a file that a `StagedSave` on another rank has created.
-
-    Raises:
-        SaveDirectoryError: The file is missing, or is another one.
-    """
+def _open_staged(path: str, token: bytes) -> int:
+    """Open for writing a file that a `StagedSave` on another rank has created; reject another file of its path."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -548,7 +514,6 @@ def _make_file(path: str, token: bytes, size: int) -> None:
 
 
 def _blocks(places: Mapping[str, FilePosition], name: str, nbytes: int, block_bytes: int) -> Iterator[memoryview]:
-    """Read back what was written of a tensor."""
     path, start = places[name]
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -24,7 +24,7 @@ SOURCE_BYTES: Final = 64 * 1024 * 1024
 
 
 class Stretch(NamedTuple):
-    """Some consecutive bytes of a stored tensor."""
+    """Some consecutive bytes of a stored tensor, or of a rank's part of it."""
 
     name: str
     start: int
@@ -107,7 +107,7 @@ def _sent_by(window: Window, owner: int, holders: TensorOwners, most_parts: int)
     """Estimate the bytes of a window that each rank sends, for tensors with at most `most_parts` parts in it."""
     sent: dict[int, int] = {}
     for name, start, stop in window:
-        parts = holders.parts_of(name)
+        parts = holders.parts[name]
         numbers = parts.between(start, stop)
         if len(numbers) <= most_parts:
             for number in numbers:
@@ -128,14 +128,6 @@ logger = logging.getLogger(__name__)
 
 CpuGroup: TypeAlias = "dist.ProcessGroup | dist.ProcessGroupGloo"
 """A process group of torch.distributed; or one that it does not list, which has methods instead of its functions."""
-
-
-class _Sent(NamedTuple):
-    """Bytes of this rank's part of a tensor, for one owner."""
-
-    name: str
-    start: int
-    stop: int
 
 
 class _Received(NamedTuple):
@@ -239,13 +231,13 @@ class Exchange:
         sizes[self._place[self._rank]] = 0
         return sizes
 
-    def _sent_to(self, owner: int, stretches: Sequence[Stretch]) -> list[_Sent]:
-        """List what this rank sends for another one's window."""
-        found: list[_Sent] = []
+    def _sent_to(self, owner: int, stretches: Sequence[Stretch]) -> list[Stretch]:
+        """List what this rank sends of its parts for another one's window."""
+        found: list[Stretch] = []
         if owner == self._rank:
             return found
         for name, start, stop in stretches:
-            parts = self._holders.parts_of(name)
+            parts = self._holders.parts[name]
             number = parts.number_of(self._rank)
             if number is None or parts.source(number, owner) != self._rank:
                 continue
@@ -253,7 +245,7 @@ class Exchange:
             if runs is not None:
                 # The runs of a range follow each other in the bytes of the part.
                 begin, end = int(runs.positions[0]), int(runs.positions[-1] + runs.lengths[-1])
-                found.append(_Sent(name, begin, end))
+                found.append(Stretch(name, begin, end))
         return found
 
     def _received(self, stretches: Sequence[Stretch]) -> dict[int, list[_Received]]:
@@ -261,7 +253,7 @@ class Exchange:
         found: dict[int, list[_Received]] = {}
         passed = 0
         for name, start, stop in stretches:
-            parts = self._holders.parts_of(name)
+            parts = self._holders.parts[name]
             for number in parts.between(start, stop):
                 runs = parts.clip(number, start, stop)
                 if runs is not None:
@@ -272,7 +264,7 @@ class Exchange:
             passed += stop - start
         return found
 
-    def _fill(self, sent: Mapping[int, Sequence[_Sent]], begins: Positions) -> None:
+    def _fill(self, sent: Mapping[int, Sequence[Stretch]], begins: Positions) -> None:
         for rank, pieces in sent.items():
             at = int(begins[self._place[rank]])
             for name, start, stop in pieces:

@@ -86,19 +86,15 @@ class TimeoutStore:
         found = self._ask(lambda: [_read(self._store, name) for name in names])
         return [self._joined(name, value) for name, value in zip(names, found, strict=True)]
 
-    def has(self, key: str) -> bool:
-        """Return whether a key exists, also one of `add`."""
-        return bool(self._ask(lambda: self._store.check([key])))
-
     def has_many(self, keys: Iterable[str]) -> list[bool]:
-        """Return whether keys exist, one by one."""
+        """Return whether keys exist, one by one, also those of `add`."""
         names = list(keys)
         return self._ask(lambda: [bool(self._store.check([name])) for name in names])
 
     def swap(self, key: str, expected: str, desired: str) -> str:
         """Set a key if it has the expected value ("" if it is missing); return the value that it has then.
 
-        Use a key either with `swap` and `holds`, or with `add` and `has`, or with `put` and `get`.
+        Use a key either with `swap` and `holds`, or with `add` and `has_many`, or with `put` and `get`.
         """
         found: bytes = self._ask(lambda: self._store.compare_set(key, expected, desired))
         return found.decode()
@@ -169,11 +165,7 @@ class TimeoutStore:
         self._store = None
 
     def _ask(self, work: Callable[[], _Result]) -> _Result:
-        """Run some work with the store in the thread.
-
-        Raises:
-            RankFailedError: The work does not end in time, or the store is gone.
-        """
+        """Run some work with the store in the thread; raise RankFailedError if it does not end in time."""
         future: Future[_Result] = Future()
         if self._lost_words:
             raise self._lost(self._lost_words)
@@ -210,7 +202,6 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def _pieces(key: str, value: bytes) -> list[str]:
-    """List the keys of a value's pieces."""
     return [f"{key}#{number}" for number in range(int(value[len(_IN_PIECES) :]))]
 
 
@@ -265,7 +256,6 @@ def _is_kept_by_launcher() -> bool:
 
 
 def _innermost(store: Any) -> Any:
-    """Return a store without the prefixes around it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

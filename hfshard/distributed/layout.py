@@ -179,12 +179,13 @@ def clip_box(box: Box, window: Sequence[Interval]) -> Box:
 def local_slices(box: Box, window: Sequence[Interval]) -> tuple[slice, ...]:
     """Return the slices of a box's local tensor that contain the part of the box within a rectangle."""
     return tuple(
-        slice(_held_before(intervals, first), _held_before(intervals, last))
+        slice(held_before(intervals, first), held_before(intervals, last))
         for intervals, (first, last) in zip(box, window, strict=True)
     )
 
 
-def _held_before(intervals: tuple[Interval, ...], index: int) -> int:
+def held_before(intervals: tuple[Interval, ...], index: int) -> int:
+    """Count the indices of the intervals that are less than one index."""
     return sum(max(0, min(stop, index) - start) for start, stop in intervals)
 
 
@@ -238,12 +239,7 @@ def _add_split(order: list[tuple[int, int]], axis: int, groups: int, mesh_shape:
 
 @lru_cache(_CACHED_LAYOUTS * 64)
 def _held_intervals(size: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[Interval, ...]:
-    """Split one dimension several times, and keep one part each time.
-
-    Args:
-        size: Of the dimension.
-        splits: (parts, groups, index of the part), in order.
-    """
+    """Split one dimension by each (parts, groups, index of the part) in order, and keep that part each time."""
     held: list[Interval] = [(0, size)] if size else []
     for parts, groups, index in splits:
         total = sum(stop - start for start, stop in held)

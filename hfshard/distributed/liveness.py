@@ -116,7 +116,6 @@ class PeerHeartbeats:
 
 
 def _process(beat: bytes | None) -> bytes:
-    """Return the record of the process that sent a beat."""
     return (beat or b"").partition(b" ")[2]
 
 
@@ -474,14 +473,9 @@ class Wait:
         return time.monotonic() - self._start
 
     @property
-    def left_seconds(self) -> float:
-        """The seconds that are left until it is over."""
-        return self._most_seconds - self.seconds
-
-    @property
     def is_over(self) -> bool:
         """True if it has lasted too long."""
-        return self.left_seconds < 0
+        return self.seconds > self._most_seconds
 
     def pause(self) -> None:
         """Sleep until the next check of what is waited for."""

@@ -37,7 +37,6 @@ from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource, open_source, use_checkpoint
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
     assign,
@@ -106,7 +105,7 @@ def _load_in_place(
     model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, ranks: Session
 ) -> dict[str, Any]:
     """Read a module's tensors straight into its memory, once every rank has found that the checkpoint fits."""
-    mapped = _mapped_tensors(checkpoint)
+    mapped = stored_tensors(checkpoint, is_mapped=True)
     stored_names = {id(tensor): name for name, tensor in mapped.items()}
 
     def values_of(described: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -216,18 +215,6 @@ def _reject_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
-    """Return each tensor of a checkpoint, tied names included. A mapped tensor is read when its values are accessed."""
-    found = {
-        name: shard.tensor(name) if isinstance(shard, SafetensorsFile) else shard.described(name)
-        for shard in checkpoint.shards.values()
-        for name in shard.header.tensors
-    }
-    for pickled in checkpoint.pickles.values():
-        found |= pickled.tensors
-    return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items()}
-
-
 def _fill(
     checkpoint: OpenCheckpoint,
     stored_names: Mapping[int, str],
@@ -238,15 +225,8 @@ def _fill(
 ) -> None:
     """Read the values of a module's tensors, most of them into the tensors' own memory.
 
-    Tensors that replace meta tensors, or that a module copies from by itself, are mapped where they can be.
-
-    Args:
-        checkpoint: Open.
-        stored_names: Names of its tensors, by identity; a tensor without one has been read already.
-        options: How to read.
-        ranks: The session of the load, whose ranks agree before the first change.
-        model: Unwrapped.
-        tensors: Those that fit, by the model's names.
+    Tensors that replace meta tensors, or that a module copies from by itself, are mapped where they can be. A tensor
+    whose identity `stored_names` lacks has been read already. The ranks agree before the first change.
     """
     model_state = collect_state_dict(model, "load")
     reject_freed(model_state)
@@ -340,18 +320,13 @@ class _Targets:
         self._wanted: list[tuple[str, Target]] = []
 
     def add_own(self, stored: str, own: torch.Tensor) -> torch.Tensor:
-        """Let a stored tensor be read into the memory of another one, and return that."""
         self._wanted.append((stored, own))
         return own
 
     def add_new(self, stored: str, own: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """Create a tensor like another one: with the same spread over ranks, and on the same device.
+        """Create a tensor for the values of a stored one, spread over ranks as another tensor, and on the same device.
 
-        Args:
-            stored: The name of the stored tensor whose values it gets.
-            own: That other tensor, or another value that a module has by its name.
-            dtype: Of the new one.
-            shape: For a value that is not a tensor.
+        `own` is that tensor, or another value that a module has by its name; only for that, `shape` counts.
         """
         if is_spread_tensor(own) or is_torch_tensor_type(own):
             part = local_tensor(own) if is_spread_tensor(own) else own
@@ -378,11 +353,7 @@ class _Targets:
 
 
 def _reject_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:
-    """Reject names, shapes and dtypes of a state dict that differ from the checkpoint's.
-
-    Raises:
-        StateDictMismatchError: There are such: all names and shapes that differ, or the first such dtype.
-    """
+    """Reject all names and shapes of a state dict that differ from the checkpoint's, or the first such dtype."""
     stored = stored_tensors(checkpoint)
     there = {name: stored[name] for name in like if name in stored}
     difference = compare_keys(there, like)
@@ -570,17 +541,17 @@ def confirm_same(ranks: Session, checkpoint: OpenCheckpoint, config: bytes | Non
     """
     if ranks.is_alone:
         return
-    files = files_with_tensors(checkpoint)
+    files = _files_with_tensors(checkpoint)
     digests = [
-        checkpoint_digest(checkpoint, config),
-        json_digest(sorted(files)),
-        json_digest(file_identities(files)),
+        _checkpoint_digest(checkpoint, config),
+        _json_digest(sorted(files)),
+        _json_digest(_file_identities(files)),
     ]
     answers = meet_unchanged(ranks, "checked", json.dumps(digests).encode())
     said = {rank: json.loads(words) for rank, words in answers.items()}
     _reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
     if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
-        _reject_others(checkpoint, meet_unchanged(ranks, "copies", contents_digest(checkpoint).encode()))
+        _reject_others(checkpoint, meet_unchanged(ranks, "copies", _contents_digest(checkpoint).encode()))
 
 
 def all_agree(ranks: Session, word: str, *, is_so: bool) -> bool:
@@ -624,15 +595,16 @@ def attribute_collective_failure(ranks: Session) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(ranks, GroupSession) or isinstance(error, HfshardError) or not _is_of_collective(error):
+        is_of_collective = isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo's are plain RuntimeErrors
+        if not isinstance(ranks, GroupSession) or isinstance(error, HfshardError) or not is_of_collective:
             raise
         raise ranks.find_failed_rank(error) from error
 
 
 def _check_share(ranks: Session, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
     """Compare this rank's share of the files with their checksums."""
-    files = files_with_tensors(checkpoint)
-    seen = meet_unchanged(ranks, "files", json_digest(file_identities(files)).encode())
+    files = _files_with_tensors(checkpoint)
+    seen = meet_unchanged(ranks, "files", _json_digest(_file_identities(files)).encode())
     sharing = [rank for rank, sighting in seen.items() if sighting == seen[ranks.rank]]
     names = sorted(files)
     owners = assign_owners([files[name].size for name in names], sharing)
@@ -660,14 +632,7 @@ def _reject_others(checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes
 def _fetch_once(
     ranks: Session, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
 ) -> ResolvedSource:
-    """Let one rank per cache download the commit that the first rank finds.
-
-    Args:
-        ranks: The session of the load.
-        source: A repo of the Hub.
-        caches: Rank -> the cache that it has; some may have found a directory.
-        progress: Whether to show a bar.
-    """
+    """Let one rank per cache download the commit that the first rank finds; some ranks may have found a directory."""
     from hfshard.hub.cache import RepoCache  # imports huggingface_hub, which takes time
 
     query = source.query
@@ -696,7 +661,7 @@ def _cache_of(source: CheckpointSource) -> bytes:
     existing = root
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
-    return _CACHE + json.dumps([*host_and_device(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+    return _CACHE + json.dumps([*_host_and_device(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
 
 
 def _snapshot_of(local: ResolvedSource, source: CheckpointSource) -> bytes:
@@ -713,30 +678,24 @@ def _same_snapshot(local: ResolvedSource, source: CheckpointSource, answers: Map
     return replace(source, query=replace(source.query, revision=commit)).find_local() or local
 
 
-def _is_of_collective(error: RuntimeError) -> bool:
-    """Return whether torch.distributed raised it; gloo's errors are plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
 # Identity of an opened checkpoint: what ranks compare to find out whether they have the same one.
 
 
-def files_with_tensors(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
-    """Return name -> file, for the files that contain tensors."""
+def _files_with_tensors(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
     return {**checkpoint.shards, **checkpoint.pickles}
 
 
-def file_identities(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
+def _file_identities(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
     """Identify files: two ranks get equal values if, and only if, their files are the same ones, not copies."""
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):
         device, *rest = file.identity
-        place = ["far", device] if isinstance(file, RangedShard) else host_and_device(device)
+        place = ["far", device] if isinstance(file, RangedShard) else _host_and_device(device)
         said.append([name, *place, *rest])
     return said
 
 
-def host_and_device(device: int) -> list[str | int]:
+def _host_and_device(device: int) -> list[str | int]:
     """Identify a file system; a network file system has a different device number on each machine."""
     return ["network"] if is_networked(device) else [_host(), device]
 
@@ -748,24 +707,20 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def checkpoint_digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
+def _checkpoint_digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
     """Compute a digest of what is stored, from the index and the config of the model that is built."""
     index = checkpoint.index
     files = {name: asdict(digest) for name, digest in index.files.items()}
-    return json_digest([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
+    return _json_digest([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
 
 
-def contents_digest(checkpoint: OpenCheckpoint) -> str:
-    """Compute a digest of the fingerprints that the index lacks, as for transformers' files; of pickles, sizes.
-
-    Raises:
-        CheckpointChangedError: One was replaced since it was opened.
-    """
+def _contents_digest(checkpoint: OpenCheckpoint) -> str:
+    """Compute a digest of the fingerprints that the index lacks, as for transformers' files; of pickles, sizes."""
     recorded = checkpoint.index.files
     shards = {name: shard.fingerprint() for name, shard in checkpoint.shards.items() if name not in recorded}
-    return json_digest({**shards, **{name: file.size for name, file in checkpoint.pickles.items()}})
+    return _json_digest({**shards, **{name: file.size for name, file in checkpoint.pickles.items()}})
 
 
-def json_digest(said: object) -> str:
+def _json_digest(said: object) -> str:
     """Compute a digest that is equal for two values if, and only if, their JSON is the same."""
     return sha256_of(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"))

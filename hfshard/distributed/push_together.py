@@ -100,7 +100,7 @@ def stage(ranks: Session, request: SaveRequest, folder: StagingFolder) -> Checkp
     except NotEnoughSpaceError as error:
         raise NotEnoughSpaceError(
             f"{error.message} A model that is spread over ranks is written to this directory before it is pushed. "
-            f"{temporary_directory_hint('has more space')}",
+            f"{_temporary_directory_hint('has more space')}",
             path=folder.path,
         ) from error
 
@@ -151,17 +151,13 @@ class StagingFolder:
                 problem, need, rank = f"cannot write into '{self.path}'", "it can write into", self.owner
             raise InvalidArgumentError(
                 f"Rank {rank} {problem}, the directory for this push's files. Nothing was pushed. "
-                f"{temporary_directory_hint(need)}",
+                f"{_temporary_directory_hint(need)}",
                 path=self.path,
             )
 
 
-def temporary_directory_hint(need: str) -> str:
-    """Describe, for a message, what to do if the temporary directory is unsuitable.
-
-    Args:
-        need: What a suitable one does: "has more space".
-    """
+def _temporary_directory_hint(need: str) -> str:
+    """Say what to do if the temporary directory is not one that, for example, "has more space"."""
     return (
         f"Set TMPDIR on rank 0 to a directory that {need}; or call save_pretrained on every rank and then, on one, "
         "hfshard.push_checkpoint."

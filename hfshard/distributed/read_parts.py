@@ -75,16 +75,13 @@ Target = torch.Tensor | SpreadTensor | BoxTarget
 rectangle of one; or a tensor for a box of what is stored."""
 
 
-def read_parts(
-    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_networked: bool | None = None
-) -> int:
+def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]]) -> int:
     """Read stored tensors, or this rank's parts of them, into place. No other rank is contacted.
 
     Args:
         checkpoint: Open.
         wanted: Names of stored tensors, or names that are tied to them, each with its target. One tensor may fill
             several targets. If a target has another dtype, the values are cast.
-        is_networked: Whether to read as from a network file system; None: as suits each file's location.
 
     Returns:
         The number of bytes read: of the parts, and of the gaps between runs that were read at once.
@@ -98,18 +95,16 @@ def read_parts(
         with open_checkpoint(directory) as checkpoint:
             read_parts(checkpoint, [("encoder.weight", encoder.weight)])
     """
-    return prepare_reads(checkpoint, wanted, is_networked=is_networked)()
+    return prepare_reads(checkpoint, wanted)()
 
 
-def prepare_reads(
-    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_networked: bool | None = None
-) -> Callable[[], int]:
+def prepare_reads(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]]) -> Callable[[], int]:
     """Check what `read_parts` checks, and return a function that then reads.
 
     Raises:
         What `read_parts` raises before anything is read.
     """
-    finder = _Finder(checkpoint, is_networked)
+    finder = _Finder(checkpoint)
     parts = [finder.part(name, target) for name, target in wanted]
     reader = PartReader(checkpoint.level)
     return partial(
@@ -120,18 +115,26 @@ def prepare_reads(
     )
 
 
-def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
+def stored_tensors(checkpoint: OpenCheckpoint, *, is_mapped: bool = False) -> dict[str, torch.Tensor]:
     """Describe each tensor of a checkpoint, tied names included, by a meta tensor of its dtype and shape.
 
     Args:
         checkpoint: Open.
+        is_mapped: Map the tensors of files on this machine: they are read when their values are accessed.
 
     Raises:
         DamagedCheckpointError: This torch does not know a dtype.
     """
-    found = {name: shard.described(name) for shard in checkpoint.shards.values() for name in shard.header.tensors}
+    found = {
+        name: shard.tensor(name) if is_mapped and isinstance(shard, SafetensorsFile) else shard.described(name)
+        for shard in checkpoint.shards.values()
+        for name in shard.header.tensors
+    }
     for pickled in checkpoint.pickles.values():
-        found |= {name: torch.empty_like(tensor, device="meta") for name, tensor in pickled.tensors.items()}
+        found |= {
+            name: tensor if is_mapped else torch.empty_like(tensor, device="meta")
+            for name, tensor in pickled.tensors.items()
+        }
     return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items() if kept in found}
 
 
@@ -153,7 +156,7 @@ class PartMapper:
         files = [(shard, ()) for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)]
         self._is_enabled = bool(files) and mode_of(files, read, _CPU) == "mmap"
         self._is_ahead = checkpoint.check is None
-        self._finder = _Finder(checkpoint, None)
+        self._finder = _Finder(checkpoint)
         self._stretches: dict[SafetensorsFile, list[Interval]] = {}
         self._mapped: set[tuple[str, str]] = set()
         """Files and stored names; a second target needs other memory than the first."""
@@ -216,20 +219,13 @@ def _box_of(like: torch.Tensor, name: str) -> Box | None:
 
 
 class _Finder:
-    """Finder of the stored tensor for each target."""
-
-    def __init__(self, checkpoint: OpenCheckpoint, is_networked: bool | None) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._is_networked = is_networked
         self._networked: dict[Any, bool] = {}
         """Device, or kind of file -> whether it is remote."""
 
     def part(self, name: str, target: Target) -> PartToRead:
-        """Find what is read into a target.
-
-        Raises:
-            What `read_parts` raises before anything is read.
-        """
+        """Find what is read into a target; raise what `read_parts` raises before anything is read."""
         source, shape = self.source(name)
         if isinstance(target, BoxTarget):
             part = PartToRead(source, shape, target.box, target.tensor.detach())
@@ -254,19 +250,13 @@ class _Finder:
         return part
 
     def _lies_far(self, shard: SafetensorsFile | RangedShard) -> bool:
-        if self._is_networked is not None:
-            return self._is_networked
         place = shard.identity[0]  # of files on this machine the device, which many files share
         if place not in self._networked:
             self._networked[place] = shard.is_networked
         return self._networked[place]
 
     def source(self, name: str) -> tuple[FileTensor | torch.Tensor, tuple[int, ...]]:
-        """Find a stored tensor, and its shape in torch.
-
-        Raises:
-            StateDictMismatchError: There is none.
-        """
+        """Find a stored tensor, and its shape in torch; raise StateDictMismatchError if there is none."""
         index = self._checkpoint.index
         stored = index.tied_names.get(name, name)
         file = index.weight_map.get(stored)
@@ -298,11 +288,7 @@ def _spread(target: DTensor | FlatTensor, name: str) -> SpreadTensor:
 
 
 def _check_target(name: str, part: PartToRead) -> None:
-    """Reject a target that cannot be written to.
-
-    Raises:
-        InvalidArgumentError: It has no memory, several of its elements share memory, or torch cannot cast to its dtype.
-    """
+    """Reject a target that cannot be written to, or not in its dtype."""
     target = part.target
     dtype = part.source.dtype
     is_expanded = any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True))
@@ -367,8 +353,7 @@ class PartToRead(NamedTuple):
         return ("", 0) if isinstance(self.source, torch.Tensor) else (self.source.shard.path, self.source.start)
 
 
-def is_of_ranged_shard(part: PartToRead) -> bool:
-    """Return whether a part is in a file that is read by ranges."""
+def _is_of_ranged_shard(part: PartToRead) -> bool:
     return isinstance(part.source, FileTensor) and isinstance(part.source.shard, RangedShard)
 
 
@@ -423,12 +408,8 @@ def assign_bits(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def windows_of(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
-    """Group runs that are read at once.
-
-    Yields:
-        The first one's number, and the number after the last one's.
-    """
+def _windows_of(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
+    """Group runs that are read at once; yield each group's first number, and the number after its last one."""
     if not most_gap:
         yield from ((number, number + 1) for number in range(len(runs.offsets)))
         return
@@ -477,7 +458,7 @@ class PartReader:
         """
         ranged = RangedParts(self._level)
         blocks = [
-            block for part in parts for block in (ranged.add(part) if is_of_ranged_shard(part) else blocks_of(part))
+            block for part in parts for block in (ranged.add(part) if _is_of_ranged_shard(part) else blocks_of(part))
         ]
         with torch.no_grad():
             count_bytes = ranged.read(memory_bytes, progress)
@@ -507,7 +488,7 @@ class PartReader:
         positions = runs.positions.tolist()
         memory = bytes_view(target)
         with _reading(source.shard) as read_exactly:
-            for first, last in windows_of(runs, _NETWORK_GAP_BYTES if source.is_networked else 0):
+            for first, last in _windows_of(runs, _NETWORK_GAP_BYTES if source.is_networked else 0):
                 start, stop = offsets[first], offsets[last - 1] + lengths[last - 1]
                 begin, end = positions[first], positions[last - 1] + lengths[last - 1]
                 if stop - start == end - begin:
@@ -544,7 +525,6 @@ def _copy_box(source: torch.Tensor, box: Box, target: torch.Tensor) -> int:
 
 
 def _ranges_from_zero(intervals: tuple[Interval, ...]) -> Iterator[Interval]:
-    """Return intervals of the same lengths, one after another from 0."""
     stops = accumulate(stop - start for start, stop in intervals)
     return ((end - (stop - start), end) for (start, stop), end in zip(intervals, stops, strict=True))
 
@@ -632,9 +612,9 @@ def _pieces_of(block: PartToRead, source: FileTensor, digest: UnorderedDigest | 
     is_direct = is_read_into(target, source.dtype)
     if is_direct and len(runs.offsets) == 1:
         start = int(runs.offsets[0]) + source.start
-        take = None if digest is None else partial(_hash, digest, start)
+        take = None if digest is None else partial(digest.add, start, stays=True)
         return [Piece(start, runs.total, bytes_view(target), take)]
-    windows = list(windows_of(runs, GAP_BYTES))
+    windows = list(_windows_of(runs, GAP_BYTES))
     if len(windows) > 1 and not is_direct:
         return []
     found = []
@@ -644,10 +624,6 @@ def _pieces_of(block: PartToRead, source: FileTensor, digest: UnorderedDigest | 
         nbytes = int(some.offsets[-1] + some.lengths[-1] - some.offsets[0])
         found.append(Piece(start, nbytes, None, partial(_take_runs, block, source, some, digest, start)))
     return found
-
-
-def _hash(digest: UnorderedDigest, start: int, found: memoryview, cancelled: threading.Event) -> None:
-    digest.add(start, found, cancelled, stays=True)
 
 
 def _take_runs(

@@ -159,12 +159,7 @@ class _Rendezvous:
                 raise
 
     def gather(self, needs_all: bool, wait_seconds: float, timeout_seconds: float) -> None:
-        """Report that this rank has come, and find out which others take part.
-
-        Raises:
-            RankMissingError: A rank is needed, and has not come.
-            RankFailedError: A rank failed or died.
-        """
+        """Report that this rank has come, and find out which others take part; raise if a needed one has not come."""
         self.session.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
         self._store.delete([self._declined_key(self._rank), dead_key(self._rank), arrival_key(self._rank)])
         self._store.put(process_key(self._rank), current_process())
@@ -597,7 +592,6 @@ class GroupSession(Session):
         return self.ranks if self.is_leader else {self.leader, *more}
 
     def _await(self, name: str, rank: int, watched: Collection[int], timeout_seconds: float | None = None) -> bytes:
-        """Wait for a key that a rank sets."""
         try:
             return self._awaited(name, rank, watched, timeout_seconds or self._timeout_seconds)
         except RankFailedError as error:

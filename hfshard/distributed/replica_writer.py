@@ -17,7 +17,7 @@ from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import WriteJob, digest_shard, synchronize_devices, write_shards, writer_threads
 from hfshard.stores.store import Store
-from hfshard.tensors.stored_tensor import TensorLike, tensor_nbytes
+from hfshard.tensors.stored_tensor import TensorLike
 
 SHARED_FROM_BYTES: Final = 32 << 20
 """A disk writes a smaller save in less time than the ranks need to agree."""
@@ -86,7 +86,7 @@ class ReplicaWriter(OwnShardWriter):
     def _write_together(
         self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
     ) -> list[FileDigest]:
-        file_bytes = [sum(map(tensor_nbytes, job.tensors.values())) for job in jobs]
+        file_bytes = [job.nbytes for job in jobs]
         owners = assign_owners(file_bytes, self._those_who_see(os.path.dirname(jobs[0].path)))
         order = WriteTask.of("write", jobs, checksum).to_json(self._names).decode()
         others = [number for number, owner in enumerate(owners) if owner != self._session.rank]

@@ -28,7 +28,6 @@ from hfshard.distributed.tensor_owners import (
     RankGroup,
     TensorOwners,
     list_tensors,
-    listing_digest,
 )
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
 from hfshard.format.index import CheckpointIndex, FileDigest, sha256_of
@@ -109,7 +108,7 @@ def save_on_ranks(
     """
     index, listing = write_on_ranks(request, place, session, check)
     if index is not None:
-        SaveOutcome.tell(session, index, listing_digest(listing.to_json()))
+        SaveOutcome.tell(session, index, sha256_of(listing.to_json()))
         return index
     return SaveOutcome.awaited(session).index(session, f"{place.address}/{request.options.names.index}")
 
@@ -189,7 +188,7 @@ def exchange_listings(
         The groups of ranks, and digest -> listing; the same on every rank.
     """
     raw = listing.to_json()
-    digest = listing_digest(raw)
+    digest = sha256_of(raw)
     said: dict[bytes, list[int]] = {}
     for rank, holding in session.gather(f"holding{what}", json.dumps([digest, meshes]).encode()).items():
         said.setdefault(holding, []).append(rank)
@@ -261,7 +260,7 @@ def _late(request: SaveRequest, place: SavePlace, session: Session) -> Checkpoin
     """Await the save of the ranks that came before this one: it must contain the same tensors."""
     outcome = SaveOutcome.awaited(session)
     listing, _ = list_tensors(request, held := dict[str, LocalTensor](request.tensors))
-    if listing_digest(listing.to_json()) != outcome.listing_digest:
+    if sha256_of(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
             f"The other ranks saved without rank {session.rank}, which arrived late with {len(held)} other tensors: "
             "the checkpoint lacks them. Make this call on every rank with collective=True, and save again."

@@ -21,6 +21,7 @@ from hfshard.distributed.layout import (
     box_elements,
     box_shape,
     clip_box,
+    held_before,
     held_box,
     local_slices,
     mesh_layout_of,
@@ -71,60 +72,22 @@ class SpreadTensor(PartOfTensor):
         Raises:
             UnstorableTensorError: Its placements or its local tensor cannot be stored.
         """
-        shape = tuple(tensor.shape)
+        shape = source_shape = tuple(tensor.shape)
+        window: tuple[Interval, ...] | None = None
         if isinstance(tensor, FlatTensor):
             flat = tensor.flat
             mesh = MeshLayout((len(flat.ranks),), flat.ranks, (Placement(0 if flat.is_cut else None),))
-            place = dict(mesh.coordinates()).get(dist.get_rank())
+            coordinate = dict(mesh.coordinates()).get(dist.get_rank())
+            source_shape = (flat.elements,)
             window = ((flat.first, flat.first + prod(shape)),)
-            part = cls(shape, tensor.dtype, mesh, (flat.elements,), window, place, tensor.local, is_own=True)
-            part._check(name)
-            return part
-        mesh = mesh_layout_of(tensor, name)
-        coordinate = tensor.device_mesh.get_coordinate()
-        spread = cls(
-            shape=shape,
-            dtype=tensor.dtype,
-            mesh=mesh,
-            source_shape=shape,
-            window=None,
-            coordinate=None if coordinate is None else tuple(coordinate),
-            local=local_tensor(tensor),
-        )
+        else:
+            mesh = mesh_layout_of(tensor, name)
+            found = tensor.device_mesh.get_coordinate()
+            coordinate = None if found is None else tuple(found)
+        local = local_tensor(tensor)
+        spread = cls(shape, tensor.dtype, mesh, source_shape, window, coordinate, local, is_own=window is not None)
         spread._check(name)
         return spread
-
-    @classmethod
-    def of_flat(
-        cls, local: torch.Tensor, name: str, shape: Sequence[int], mesh: MeshLayout, flat: Interval | None = None
-    ) -> Self:
-        """Describe a tensor of which each rank has an interval of the row-major elements.
-
-        Several tensors may lie one after another in a flat one that is spread as a whole; then each of them is
-        described from the same local part.
-
-        Args:
-            local: This rank's part of the flat tensor, of one dimension, without elements beyond that tensor's end.
-            name: For errors.
-            shape: Of the tensor.
-            mesh: The spread of the flat tensor: `Placement(0)` cuts it as `torch.chunk` does.
-            flat: The tensor's first element in the flat one, and the number of elements of the flat one; None: the
-                flat one is this tensor alone.
-
-        Raises:
-            UnstorableTensorError: This rank's part has another size than the spread says, or cannot be stored.
-
-        Example:
-            >>> halves = MeshLayout((2,), (0, 1), (Placement(0),))
-            >>> SpreadTensor.of_flat(torch.arange(8.0), "weight", (3, 5), halves).runs().lengths  # on rank 0
-            array([32])
-        """
-        first, elements = flat or (0, prod(shape))
-        coordinate = dict(mesh.coordinates()).get(dist.get_rank())
-        whole = cls((elements,), local.dtype, mesh, (elements,), None, coordinate, local)
-        whole._check(name)
-        window = None if flat is None else ((first, first + prod(shape)),)
-        return replace(whole, shape=tuple(shape), window=window)
 
     def view(self, window: Sequence[Interval], shape: tuple[int, ...]) -> Self:
         """Return a rectangle of the source, to be stored under a name of its own.
@@ -136,20 +99,20 @@ class SpreadTensor(PartOfTensor):
         Raises:
             UnstorableTensorError: The source is flat, and the rectangle is not one interval of it.
         """
-        if self.source_shape == self.shape:
-            return replace(self, shape=shape, window=tuple(window))
-        run = single_run(self.shape, tuple((interval,) for interval in window))
-        if run is None:
-            raise UnstorableTensorError(
-                f"Cannot store columns {list(window)} of a tensor of shape {list(self.shape)} by themselves: each rank "
-                "has an interval of its elements. Save with save_original_format=False."
-            )
-        first = self.window[0][0] if self.window else 0
-        interval = first + run[0], first + run[1]
+        inside = source = tuple(window)
+        if self.window is not None:  # the source is flat
+            run = single_run(self.shape, tuple((interval,) for interval in window))
+            if run is None:
+                raise UnstorableTensorError(
+                    f"Cannot store columns {list(window)} of a tensor of shape {list(self.shape)} by themselves: each "
+                    "rank has an interval of its elements. Save with save_original_format=False."
+                )
+            first = self.window[0][0]
+            inside, source = (run,), ((first + run[0], first + run[1]),)
         local = self.local
         if self.is_own and self.coordinate is not None:
-            local = local[local_slices(self.stored_box, (run,))]
-        return replace(self, shape=shape, window=(interval,), local=local)
+            local = local[local_slices(self.stored_box, inside)]
+        return replace(self, shape=shape, window=source, local=local)
 
     @property
     def stored_box(self) -> Box:
@@ -345,8 +308,7 @@ class BoxRuns:
             stride //= size
             first = (start - row_start) // stride
             last = -(-(stop - row_start) // stride)
-            before = sum(max(0, min(end, first) - begin) for begin, end in box[dim])
-            passed += before * prod(sizes[dim + 1 :]) * self.itemsize
+            passed += held_before(box[dim], first) * prod(sizes[dim + 1 :]) * self.itemsize
             box[dim] = _within(box[dim], first, last)
             if last - first > 1:
                 break
@@ -390,8 +352,7 @@ def scatter_into(target: ByteArray, starts: Positions, lengths: Positions, sourc
 def _regular(starts: Positions, lengths: Positions) -> Iterator[tuple[int, int, int]]:
     """Group ranges that are equally long and equally far apart: numpy copies such a group at once.
 
-    Yields:
-        The first one's number, the number after the last one's, and the bytes of all ranges before.
+    Yield the first one's number, the number after the last one's, and the bytes of all ranges before.
     """
     count = len(starts)
     if not count:

@@ -16,7 +16,6 @@ import torch
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, clip_box, ranks_by_box, whole_box
 from hfshard.distributed.spread_tensor import BoxRuns, Runs, SpreadTensor, window_sizes
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.index import sha256_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import TensorLayout, TensorLike, check_storable, tensor_layout
 
@@ -76,7 +75,7 @@ class Listing:
     separate_names: tuple[str, ...]
 
     def to_json(self) -> bytes:
-        """Encode it; equal listings give equal bytes."""
+        """Encode it; equal listings give equal bytes, whose sha256 is the listing's digest."""
         parts = list(self.entries.items()), self.tied_names, self.undeclared_ties, self.separate_names
         return json.dumps(parts, separators=(",", ":")).encode()
 
@@ -141,11 +140,6 @@ def _entry(name: str, tensor: LocalTensor, numbers: dict[Mesh, int]) -> ListedTe
     )
 
 
-def listing_digest(listing_json: bytes) -> str:
-    """Compute the digest that distinguishes two listings."""
-    return sha256_of(listing_json)
-
-
 # Parts: the bytes of every tensor that each rank has, merged from the listings of all ranks.
 
 
@@ -208,27 +202,21 @@ class Parts:
         return owner if self._by_rank.get(owner) == number else ranks[(owner + number) % len(ranks)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorOwners:
     """All tensors of all ranks.
 
     Attributes:
         layouts: Name -> how the tensor is stored, in the order in which names are stored.
+        parts: Name -> the parts of the tensor.
         tied_names, undeclared_ties, separate_names: As in `SaveRequest`, for all ranks together.
     """
 
-    def __init__(
-        self,
-        layouts: Mapping[str, TensorLayout],
-        parts: Mapping[str, Parts],
-        tied_names: Mapping[str, str],
-        undeclared_ties: Sequence[str],
-        separate_names: Iterable[str],
-    ) -> None:
-        self.layouts = dict(layouts)
-        self._parts = dict(parts)
-        self.tied_names = dict(tied_names)
-        self.undeclared_ties = tuple(undeclared_ties)
-        self.separate_names = frozenset(separate_names)
+    layouts: dict[str, TensorLayout]
+    parts: dict[str, Parts]
+    tied_names: dict[str, str]
+    undeclared_ties: tuple[str, ...]
+    separate_names: frozenset[str]
 
     @classmethod
     def unite(
@@ -274,12 +262,8 @@ class TensorOwners:
             parts,
             _united_ties(united, entries),
             tuple(dict.fromkeys(chain.from_iterable(listing.undeclared_ties for listing in united))),
-            chain.from_iterable(listing.separate_names for listing in united),
+            frozenset(chain.from_iterable(listing.separate_names for listing in united)),
         )
-
-    def parts_of(self, name: str) -> Parts:
-        """Return the parts of a tensor."""
-        return self._parts[name]
 
 
 def _check_agreement(name: str, known: ListedTensor, entry: ListedTensor, rank: int) -> None:
@@ -322,18 +306,13 @@ class _PartsFinder:
         self._spread: dict[tuple[_Source, tuple[_Way, ...]], Parts | None] = {}
 
     def whole(self, nbytes: int, rank: int) -> Parts:
-        """Return the parts of a tensor of which one rank has everything."""
         if (nbytes, rank) not in self._whole:
             runs = BoxRuns((nbytes,), 1, whole_box((nbytes,)))
             self._whole[nbytes, rank] = Parts([Part((rank,), runs)] if nbytes else [])
         return self._whole[nbytes, rank]
 
     def spread(self, name: str, entry: ListedTensor, ways: tuple[_Way, ...]) -> Parts:
-        """Find the parts of a tensor that is spread over the meshes of these listings.
-
-        Raises:
-            InvalidArgumentError: They do not cover it exactly.
-        """
+        """Find the parts of a tensor that is spread over the meshes of these listings, which must cover it exactly."""
         source = entry.source_shape, entry.itemsize, entry.window, entry.placements
         if (source, ways) not in self._spread:
             parts = _spread_parts(source, self._layouts_of(entry, ways))

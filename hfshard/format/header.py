@@ -252,11 +252,7 @@ def _compact_contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dic
 
 
 def _metadata_before(text: str, path: str) -> dict[str, str]:
-    """Parse the `__metadata__` in the part of a header before its first tensor.
-
-    Raises:
-        DamagedCheckpointError: The part is something else.
-    """
+    """Parse the `__metadata__` in the part of a header before its first tensor; reject anything else there."""
     if text == "{":
         return {}
     if not text.endswith(","):

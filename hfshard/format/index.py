@@ -66,12 +66,17 @@ class FileDigest:
         digests = (("sha256", self.sha256), ("xxh3", self.xxh3))
         return next(((kind, digest) for kind, digest in digests if digest is not None), None)
 
-    def split_tensor_digests(self, count: int) -> list[str] | None:
-        """Return the digest of each of `count` tensors; None if they are unknown, or for another number of tensors."""
+    def split_tensor_digests(self, names: Collection[str]) -> dict[str, str] | None:
+        """Return the digest of each of the file's tensors; None if they are unknown, or for another number of tensors.
+
+        Args:
+            names: In the order of the tensors' bytes.
+        """
         text = self.tensor_digests
-        if text is None or len(text) != TENSOR_DIGEST_HEX * count:
+        if text is None or len(text) != TENSOR_DIGEST_HEX * len(names):
             return None
-        return [text[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(text), TENSOR_DIGEST_HEX)]
+        starts = range(0, len(text), TENSOR_DIGEST_HEX)
+        return {name: text[at : at + TENSOR_DIGEST_HEX] for name, at in zip(names, starts, strict=True)}
 
     def as_json(self) -> dict[str, Any]:
         """Return the known fields."""
@@ -152,7 +157,7 @@ class CheckpointIndex:
         metadata = {} if metadata is None else metadata
         if not isinstance(metadata, dict):
             raise _damaged(path, "its 'metadata' must be an object")
-        own = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
+        own = _parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
         if not weight_map and not own.files:  # a checkpoint without tensors has a file in a store
             raise _damaged(path, "its 'weight_map' names no file")
         _check_hfshard_metadata(own, weight_map, path)
@@ -240,16 +245,11 @@ def parse_single_file_metadata(text: str | None, path: str) -> HfshardMetadata:
     if text is None or text == str(FORMAT_VERSION):
         return HfshardMetadata()
     what = "hfshard's metadata in file"
-    return parse_hfshard_metadata(parse_json_object(text.encode(), path=path, what=what, remedy=_REMEDY), path)
+    return _parse_hfshard_metadata(parse_json_object(text.encode(), path=path, what=what, remedy=_REMEDY), path)
 
 
-def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
-    """Parse and check hfshard's part of an index or file; empty if there is none.
-
-    Raises:
-        DamagedCheckpointError: It is not what this version of hfshard writes.
-        UnsafePathError: It names a file outside the checkpoint's directory.
-    """
+def _parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
+    """Parse and check hfshard's part of an index or file; empty if there is none."""
     if value is None:
         return HfshardMetadata()
     _check_format(value, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,9 +26,29 @@ _HF_SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 """Files of DCP's Hugging Face writer before they are consolidated. None says how many there are, so that a missing one
 could not be noticed."""
 
-_RANK_FILE: Final = re.compile(r"model_world_size_\d+_rank_\d+\.pt|pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
-"""Files of torch.save: verl's, and Accelerate's with LOCAL_STATE_DICT."""
-_VERL: Final = "model_world_size_"
+_VERL: Final = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+_ACCELERATE: Final = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
+"""Files of torch.save, with LOCAL_STATE_DICT."""
+_RANK_FILES: Final = "one file per rank, each with parts of the tensors"
+
+_KINDS: Final = (
+    (_DEEPSPEED, "a model that DeepSpeed saved in parts for each rank", ""),
+    (_DCP, "tensors that torch.distributed.checkpoint (DCP) saved in parts", ""),
+    (
+        _HF_SHARD,
+        "safetensors that torch.distributed.checkpoint (DCP) saved in parts for each rank",
+        "Load them there with dcp.load and HuggingFaceStorageReader, on any number of ranks, and save the model with "
+        "hfshard.save_model.",
+    ),
+    (_VERL, _RANK_FILES, ""),
+    (
+        _ACCELERATE,
+        _RANK_FILES,
+        "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT).",
+    ),
+)
+"""Pattern of a kind's files, what they are, and what to do if hfshard cannot read them; the first kind that is found
+counts."""
 
 _READABLE: Final = re.compile(r"(?:pytorch_)?model(?:[.-][^/]*)?\.(?:safetensors|bin)(?:\.index\.json)?")
 """Weights that any reader finds: parts next to them are not the only copy."""
@@ -54,28 +74,26 @@ class _Parts:
 
     @property
     def names(self) -> list[str]:
-        """Files directly in the folder."""
         return sorted(path.rpartition("/")[2] for path in self.paths if path.rpartition("/")[0] == self.folder)
 
     def on_disk(self, path: str) -> str:
         """Return a path in the place for a command; a remote place must be downloaded to DIR."""
         return os.path.join(self.place if self.is_directory else "DIR", path).rstrip("/")
 
-    @property
-    def where(self) -> str:
-        """The folder, for a message; empty for the place itself."""
-        return f" in '{self.folder}'" if self.folder else ""
-
-    def describe(self, what: str) -> str:
-        """Build the message for parts that hfshard reads from a directory."""
+    def describe(self, pattern: re.Pattern[str], what: str, todo: str) -> str:
+        """Build the message for a kind of parts, given by its pattern, what they are, and what to do (see `_KINDS`)."""
+        found = f"'{self.place}' contains {what}" + (f" in '{self.folder}'" if self.folder else "")
+        if todo:
+            return f"{found}, but hfshard cannot read these yet. {todo}"
+        if pattern is _DCP and DCP_METADATA not in self.names:
+            return (
+                f"{found}, but not '{DCP_METADATA}', which says where each of them is. Copy it there: its name begins "
+                "with a dot, which '*' does not match."
+            )
         path = self.on_disk(self.folder)
         convert = f"to write them as safetensors, run: {shlex.join(['hfshard', 'convert', '--weights', path, 'OUT'])}"
         download = "" if self.is_directory else "Download it to a directory DIR. "
-        return f"'{self.place}' contains {what}{self.where}. {download}To load the weights, pass '{path}'; {convert}."
-
-    def describe_unreadable(self, what: str, todo: str) -> str:
-        """Build the message for parts that hfshard cannot read."""
-        return f"'{self.place}' contains {what}{self.where}, but hfshard cannot read these yet. {todo}"
+        return f"{found}. {download}To load the weights, pass '{path}'; {convert}."
 
 
 def describe_parts_in(directory: str) -> str | None:
@@ -95,11 +113,11 @@ def describe_parts(paths: Collection[str], place: str, *, is_directory: bool = T
         Sentences; None if there are no parts, except ones with complete weights next to them.
     """
     near = [path for path in paths if path.count("/") < _DEPTH]
-    for pattern, describe in _KINDS:
+    for pattern, what, todo in _KINDS:
         folders = {folder for folder, _, name in (path.rpartition("/") for path in near) if pattern.fullmatch(name)}
         if kept := sorted((folder for folder in folders if not _is_readable(near, folder)), key=_order):
             models = [one for one in kept if not one.rpartition("/")[2].startswith("optimizer")]
-            return describe(_Parts(place, is_directory, (models or kept)[-1], near))
+            return _Parts(place, is_directory, (models or kept)[-1], near).describe(pattern, what, todo)
     return None
 
 
@@ -161,42 +179,3 @@ def _order(folder: str) -> tuple[int, str]:
     """Return a sort key by the number at the end of a name, so that the newest step comes last."""
     number = _NUMBER.search(folder)
     return int(number[1]) if number else -1, folder
-
-
-def _describe_deepspeed(parts: _Parts) -> str:
-    return parts.describe("a model that DeepSpeed saved in parts for each rank")
-
-
-def _describe_dcp(parts: _Parts) -> str:
-    what = "tensors that torch.distributed.checkpoint (DCP) saved in parts"
-    if DCP_METADATA in parts.names:
-        return parts.describe(what)
-    return (
-        f"'{parts.place}' contains {what}{parts.where}, but not '{DCP_METADATA}', which says where each of them is. "
-        "Copy it there: its name begins with a dot, which '*' does not match."
-    )
-
-
-def _describe_hf_shards(parts: _Parts) -> str:
-    return parts.describe_unreadable(
-        "safetensors that torch.distributed.checkpoint (DCP) saved in parts for each rank",
-        "Load them there with dcp.load and HuggingFaceStorageReader, on any number of ranks, and save the model with "
-        "hfshard.save_model.",
-    )
-
-
-def _describe_rank_files(parts: _Parts) -> str:
-    what = "one file per rank, each with parts of the tensors"
-    if any(name.startswith(_VERL) for name in parts.names):
-        return parts.describe(what)
-    todo = "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT)."
-    return parts.describe_unreadable(what, todo)
-
-
-_KINDS: Final[tuple[tuple[re.Pattern[str], Callable[[_Parts], str]], ...]] = (
-    (_DEEPSPEED, _describe_deepspeed),
-    (_DCP, _describe_dcp),
-    (_HF_SHARD, _describe_hf_shards),
-    (_RANK_FILE, _describe_rank_files),
-)
-"""Pattern of a kind's files, and the function that describes them; the first kind that is found counts."""

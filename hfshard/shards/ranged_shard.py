@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -99,17 +99,17 @@ class RangedShard(SafetensorsShard):
         self.recorded = FileDigest()
         """Digests that were recorded when the file was saved; reads are compared with them."""
         self._head = memoryview(b"")
-        head = self._read(0, min(entry.size, HEAD_BYTES))
-        end = LENGTH_BYTES + read_header_length(bytes(head[:LENGTH_BYTES]), entry.size, path)
+        head = self._bytes(0, min(entry.size, HEAD_BYTES))
+        end = LENGTH_BYTES + read_header_length(head[:LENGTH_BYTES], entry.size, path)
         if end > len(head):
-            head = memoryview(bytes(head) + bytes(self._read(len(head), end)))
-        raw_header = bytes(head[:end])
+            head += self._bytes(len(head), end - len(head))
+        raw_header = head[:end]
         if b"\0" in raw_header[LENGTH_BYTES:]:
             raise DamagedCheckpointError(
                 f"'{path}' is damaged: its header contains zero bytes. {repair_hint(path)}", path=path
             )
         super().__init__(path, raw_header, entry.size)
-        self._head = head if end < len(head) else self._head
+        self._head = memoryview(head if end < len(head) else b"")
 
     @property
     def is_networked(self) -> bool:
@@ -118,7 +118,9 @@ class RangedShard(SafetensorsShard):
 
     def close(self) -> None:
         """Release what this thread has read ahead; no file is open."""
-        release_read_ahead(self)
+        if _window.file is self:
+            _window.file = None
+            _window.memory = memoryview(b"")
 
     def read_into(self, begin: int, target: memoryview) -> None:
         """Fill memory with the file's bytes from `begin` on.
@@ -136,27 +138,19 @@ class RangedShard(SafetensorsShard):
         """Count the bytes of a range that must be requested, because they did not arrive with the header."""
         return max(0, end - max(begin, len(self._head)))
 
-    def tensor_digests(self) -> dict[str, str]:
-        """Return each tensor's recorded digest by name; empty if there are none."""
-        names = list(self.header.tensors)
-        digests = self.recorded.split_tensor_digests(len(names))
-        return {} if digests is None else dict(zip(names, digests, strict=True))
-
-    def header_as_hashed(self) -> bytes:
-        """Return all bytes before the data, in the form that checksums and the fingerprint use."""
-        return self._blank_header()
-
-    def _read(self, begin: int, end: int) -> memoryview:
-        target = memoryview(bytearray(end - begin))
-        self._files.read_into(self._entry, begin, target)
-        return target
+    def _bytes(self, begin: int, count_bytes: int) -> bytes:
+        room = bytearray(count_bytes)
+        self.read_into(begin, memoryview(room))
+        return bytes(room)
 
     def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
         if block_bytes <= _SAMPLE_BYTES:
-            yield from self._samples(start, count_bytes, block_bytes)
+            begins = range(0, count_bytes, block_bytes)
+            places = ((start + begin, min(block_bytes, count_bytes - begin)) for begin in begins)
+            yield from (memoryview(raw) for raw in self._places(places))
             return
         if count_bytes <= MOST_BYTES:
-            found = read_ahead(self, start, count_bytes, self.size, self.read_into)
+            found = _read_ahead(self, start, count_bytes)
             yield from (found[begin : begin + block_bytes] for begin in range(0, count_bytes, block_bytes))
             return
         read_bytes = max(1, _STREAM_BYTES // block_bytes) * block_bytes
@@ -176,13 +170,6 @@ class RangedShard(SafetensorsShard):
         finally:
             wait_all([reading for reading, _ in under_way])
 
-    def _samples(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
-        """Yield small blocks, each by its own request: their callers usually take the first, and leave the rest."""
-        for begin in range(0, count_bytes, block_bytes):
-            room = memoryview(bytearray(min(block_bytes, count_bytes - begin)))
-            self.read_into(start + begin, room)
-            yield room
-
     def _begun(self, start: int, nbytes: int) -> tuple[Future[None], memoryview]:
         """Return memory that another thread fills, or this one if the range is small or no thread can be started."""
         found = memoryview(bytearray(nbytes))
@@ -193,11 +180,9 @@ class RangedShard(SafetensorsShard):
             reading.set_result(None)
         return reading, found
 
-    def _places(self, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        for begin, count_bytes in places:
-            room = memoryview(bytearray(count_bytes))
-            self.read_into(begin, room)
-            yield bytes(room)
+    def _places(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield each by its own request: callers often take the first, and leave the rest."""
+        return (self._bytes(*place) for place in places)
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
         return self._stretch(self.header.data_start, self.data_bytes, BLOCK_BYTES)
@@ -224,42 +209,22 @@ class _Window(threading.local):
 _window = _Window()
 
 
-def read_ahead(
-    file: object, start: int, count_bytes: int, end: int, read_into: Callable[[int, memoryview], None]
-) -> memoryview:
-    """Return the bytes of a file range; a thread that reads on from its last position requests no byte twice.
-
-    Args:
-        file: The file.
-        start: Start of the range.
-        count_bytes: Its length; at most `MOST_BYTES`.
-        end: End of what may be requested.
-        read_into: Fill memory with the file's bytes from a position on.
-
-    Raises:
-        Everything that `read_into` raises.
-    """
+def _read_ahead(file: RangedShard, start: int, count_bytes: int) -> memoryview:
+    """Return at most `MOST_BYTES` of a file; a thread that reads on from its last position requests no byte twice."""
     offset = start - _window.start
     goes_on = _window.file is file and 0 <= offset <= len(_window.memory)
     if not goes_on or offset + count_bytes > len(_window.memory):
         known = _window.memory[offset:] if goes_on else memoryview(b"")
         more = min(2 * len(_window.memory), MOST_BYTES) if goes_on else _FIRST_BYTES
-        memory = memoryview(bytearray(min(max(more, count_bytes), end - start)))
+        memory = memoryview(bytearray(min(max(more, count_bytes), file.size - start)))
         memory[: len(known)] = known
         _window.file = None  # until it is filled
-        read_into(start + len(known), memory[len(known) :])
+        file.read_into(start + len(known), memory[len(known) :])
         _window.file = file
         _window.start = start
         _window.memory = memory
         offset = 0
     return _window.memory[offset : offset + count_bytes]
-
-
-def release_read_ahead(file: object) -> None:
-    """Release what this thread has of a file."""
-    if _window.file is file:
-        _window.file = None
-        _window.memory = memoryview(b"")
 
 
 # Range reads in few requests: nearby pieces together, several requests at once, each piece straight to its target.
@@ -501,20 +466,20 @@ class DigestComparison:
     def __init__(self, shard: RangedShard, level: Verify) -> None:
         self._shard = shard
         self._is_full = level in ("full", "sha256")
-        self._expected = {} if level == "none" else shard.tensor_digests()
-        self._digests: dict[str, UnorderedDigest] = {}
-        self._file: tuple[str, UnorderedDigest] | None = None
         recorded = shard.recorded
-        if self._is_full and shard.header.tensors and not self._expected and recorded.is_verifiable:
-            kind = "sha256" if recorded.sha256 is not None else "xxh3"
-            hasher = HASHERS[kind]()
+        self._expected = {} if level == "none" else recorded.split_tensor_digests(shard.header.tensors) or {}
+        self._digests: dict[str, UnorderedDigest] = {}
+        self._file: UnorderedDigest | None = None
+        self._kind, self._checksum = recorded.checksum or ("", "")
+        if self._is_full and shard.header.tensors and not self._expected and self._kind:
+            hasher = HASHERS[self._kind]()
             hasher.update(shard.header_as_hashed())
-            self._file = kind, UnorderedDigest(hasher, shard.header.data_start, shard.data_bytes)
+            self._file = UnorderedDigest(hasher, shard.header.data_start, shard.data_bytes)
 
     def digest_of(self, info: TensorInfo) -> UnorderedDigest | None:
         """Return the digest that gets the bytes of a tensor read completely, once; None if nothing is compared."""
         if self._file is not None:
-            return self._file[1]
+            return self._file
         if info.name not in self._expected or info.name in self._digests:
             return None
         digest = UnorderedDigest(tensor_hasher(), self._shard.header.data_start + info.begin, info.nbytes)
@@ -525,13 +490,12 @@ class DigestComparison:
         """Yield pieces to read in addition to the tensors of these names, which are read anyway."""
         if self._file is None:
             return
-        digest = self._file[1]
         for info in self._shard.header.tensors.values():
             if info.name not in names:
                 begin = self._shard.header.data_start + info.begin
                 for start in range(begin, begin + info.nbytes, REQUEST_BYTES):
                     nbytes = min(REQUEST_BYTES, begin + info.nbytes - start)
-                    yield Piece(start, nbytes, None, partial(_hash, digest, start))
+                    yield Piece(start, nbytes, None, partial(self._file.add, start, stays=False))
 
     def compare(self) -> None:
         """Compare the digests once everything has been read.
@@ -544,10 +508,8 @@ class DigestComparison:
                 raise self._differs(f"Tensor '{name}' of", "xxh3", self._expected[name], digest.hexdigest(), name)
         recorded = self._shard.recorded
         if self._file is not None:
-            kind, whole = self._file
-            expected = recorded.sha256 if kind == "sha256" else recorded.xxh3
-            if whole.hexdigest() != expected:
-                raise self._differs("", kind, str(expected), whole.hexdigest())
+            if self._file.hexdigest() != self._checksum:
+                raise self._differs("", self._kind, self._checksum, self._file.hexdigest())
             return
         fingerprint = self._fingerprint() if self._is_full and recorded.fingerprint is not None else None
         if fingerprint not in (None, recorded.fingerprint):
@@ -577,10 +539,6 @@ class DigestComparison:
             expected=expected,
             actual=found,
         )
-
-
-def _hash(digest: UnorderedDigest, start: int, block: memoryview, cancelled: threading.Event) -> None:
-    digest.add(start, block, cancelled, stays=False)
 
 
 # Digests of pieces that arrive in any order, computed in the order of their bytes.

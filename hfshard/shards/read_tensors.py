@@ -21,6 +21,7 @@ import torch
 from hfshard._util.threads import run_in_threads, start_worker
 from hfshard.constants import DATA_ALIGNMENT, FILES_AT_ONCE
 from hfshard.disk.direct_io import (
+    HUGE_PAGE_BYTES,
     aligned_block,
     check_setting,
     is_cached,
@@ -60,8 +61,6 @@ _STAGE_BYTES: Final = 4 * 1024 * 1024
 
 _MIN_OWN_BYTES: Final = 1024 * 1024
 """Tensors of at least this size are read into their own pages; smaller ones are read together and copied."""
-
-_HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 
 _LARGEST_ALIGNMENT: Final = 16
 """Bytes of a complex128. A tensor that is not aligned to it in the file is copied to aligned memory."""
@@ -150,7 +149,6 @@ class _ReadPart:
 
     @property
     def end(self) -> int:
-        """Position in the file, one past the last byte."""
         return self.start + self.target.numel()
 
 
@@ -172,7 +170,8 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
                 elif staged or info.nbytes < _MIN_OWN_BYTES or start % _LARGEST_ALIGNMENT:
                     raw = torch.empty(info.nbytes, dtype=torch.uint8, device=device)
                     tensors[name] = shard.shaped(name, raw.untyped_storage())
-                    parts += [_ReadPart(piece, start + at) for at, piece in _pieces(raw)]
+                    begins = range(0, info.nbytes, _STAGE_BYTES)
+                    parts += [_ReadPart(raw[at : at + _STAGE_BYTES], start + at) for at in begins]
                 else:
                     storage, reads = _own_pages(file, start, info.nbytes)
                     tensors[name] = shard.shaped(name, storage)
@@ -208,6 +207,9 @@ class _File:
             if len(read_direct(fd, direct, buffer, start, count_bytes)) < count_bytes:
                 raise self.shard.truncated_error()
 
+    def _has_fellows(self, direct: int) -> bool:
+        return not self._is_networked and read_by_other_processes(direct)
+
     def _open_again(self) -> int:
         with self.shard.opened() as fd:
             direct = reopen_direct(fd)
@@ -218,27 +220,19 @@ class _File:
         if not self._is_networked:
             lock_shared(direct)
 
-    def _has_fellows(self, direct: int) -> bool:
-        return not self._is_networked and read_by_other_processes(direct)
-
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:
     """Allocate memory for one tensor at its page offset in the file, and return it with the reads that fill it."""
     lead = start % DATA_ALIGNMENT
     end = lead + nbytes
     pages = mmap.mmap(-1, -(-end // DATA_ALIGNMENT) * DATA_ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if len(pages) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if len(pages) >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole, begin = memoryview(pages), start - lead
     raw = torch.frombuffer(pages, dtype=torch.uint8, offset=lead, count=nbytes)
     return raw.untyped_storage(), [
         partial(file.read, whole[at:], begin + at, min(_PIECE_BYTES, end - at)) for at in range(0, end, _PIECE_BYTES)
     ]
-
-
-def _pieces(raw: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for at in range(0, raw.numel(), _STAGE_BYTES):
-        yield at, raw[at : at + _STAGE_BYTES]
 
 
 def _runs(parts: Sequence[_ReadPart]) -> Iterator[list[_ReadPart]]:
@@ -274,7 +268,6 @@ class _Stages:
             self._free.put(stage)
 
     def wait(self) -> None:
-        """Wait until every copy has arrived."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -293,8 +286,6 @@ class _Stages:
 
 
 class _HostStage:
-    """Memory for one piece."""
-
     def __init__(self, device: torch.device) -> None:
         room = _STAGE_BYTES + 2 * DATA_ALIGNMENT
         self._device = device
@@ -367,7 +358,6 @@ def read_by_other_processes(fd: int) -> bool:
 
 
 def _flock(kind: int) -> bytes:
-    """Build a lock of the complete file."""
     return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 
@@ -407,25 +397,17 @@ def start_read_ahead(wanted: Sequence[tuple[SafetensorsFile, Iterable[tuple[int,
         return []
     for stretch in cold:
         advise_huge_pages(*stretch)
-    pieces = _Pieces(cold)
-    started = [start_worker(pieces.populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
-    return [one for one in started if one is not None]
+    pieces, lock = _pieces_of(cold, _available_bytes() // 2), threading.Lock()
 
-
-class _Pieces:
-    """The remaining pieces to read, shared by the threads."""
-
-    def __init__(self, stretches: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
-        self._pieces = _pieces_of(stretches, _available_bytes() // 2)
-        self._lock = threading.Lock()
-
-    def populate(self) -> None:
-        """Read piece after piece."""
+    def populate() -> None:
         while True:
-            with self._lock:
-                piece = next(self._pieces, None)
+            with lock:
+                piece = next(pieces, None)
             if piece is None or not prefault(*piece):
                 return
+
+    started = [start_worker(populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
+    return [one for one in started if one is not None]
 
 
 def _pieces_of(

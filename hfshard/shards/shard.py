@@ -142,7 +142,7 @@ class SafetensorsShard(ABC):
     def fingerprint(self) -> str:
         """Compute the fingerprint of the file as it is now (see `hfshard.format.index`)."""
         fingerprint = new_fingerprint()
-        fingerprint.update(self._blank_header())
+        fingerprint.update(self.header_as_hashed())
         infos = list(self.header.tensors.values())
         sampled = [infos[position] for position in fingerprint_positions(len(infos)) if infos[position].nbytes]
         start = self.header.data_start
@@ -162,7 +162,7 @@ class SafetensorsShard(ABC):
             keep_cached: Whether to leave the file in the page cache, because its tensors will be read.
         """
         hasher = HASHERS[kind]()
-        hasher.update(self._blank_header())
+        hasher.update(self.header_as_hashed())
         for block in self._data(keep_cached=keep_cached):
             hasher.update(block)
             if progress_callback is not None:
@@ -181,10 +181,10 @@ class SafetensorsShard(ABC):
         """
         plain = HASHERS["sha256"]()
         plain.update(self._raw_header)
-        kind, expected = ("sha256", recorded.sha256) if recorded.sha256 is not None else ("xxh3", recorded.xxh3)
-        stated_hasher = HASHERS[kind]() if expected is not None else None
+        kind, expected = recorded.checksum or ("", None)
+        stated_hasher = HASHERS[kind]() if kind else None
         if stated_hasher is not None:
-            stated_hasher.update(self._blank_header())
+            stated_hasher.update(self.header_as_hashed())
         for block in self._data(keep_cached=keep_cached):
             plain.update(block)
             if stated_hasher is not None:
@@ -226,15 +226,13 @@ class SafetensorsShard(ABC):
 
     def damaged_tensors(self, recorded: FileDigest) -> list[str]:
         """List the tensors whose bytes differ from their recorded digests; empty if none are recorded."""
-        infos = list(self.header.tensors.values())
-        expected = recorded.split_tensor_digests(len(infos))
-        if expected is None:
-            return []
+        infos = self.header.tensors
+        expected = recorded.split_tensor_digests(infos) or {}
         start = self.header.data_start
         return [
-            info.name
-            for info, digest in zip(infos, expected, strict=True)
-            if tensor_digest(self._stretch(start + info.begin, info.nbytes, BLOCK_BYTES)) != digest
+            name
+            for name, digest in expected.items()
+            if tensor_digest(self._stretch(start + infos[name].begin, infos[name].nbytes, BLOCK_BYTES)) != digest
         ]
 
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
@@ -250,7 +248,8 @@ class SafetensorsShard(ABC):
             f"Shard '{self.path}' was truncated while it was being read. {repair_hint(self.path)}", path=self.path
         )
 
-    def _blank_header(self) -> bytes:
+    def header_as_hashed(self) -> bytes:
+        """Return all bytes before the data, in the form that checksums and the fingerprint use."""
         digests = self.hfshard_metadata.digests
         stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "fingerprint", "tensor_digests")]
         return with_zeroed_digests(self._raw_header, [(name, digest) for name, digest in stated if digest is not None])

@@ -20,7 +20,7 @@ from typing import Final, cast
 
 import torch
 
-from hfshard._util.threads import pause_gc, start_worker
+from hfshard._util.threads import ForkSafeLock, pause_gc, start_worker
 from hfshard.constants import MAX_HEADER_BYTES
 from hfshard.disk.direct_io import (
     BLOCK_BYTES,
@@ -33,7 +33,7 @@ from hfshard.disk.direct_io import (
 )
 from hfshard.disk.safe_open import NO_FILES_LEFT, Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
-from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
+from hfshard.format.header import LENGTH_BYTES, read_header_length
 from hfshard.format.index import HASHERS
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import DTYPE_NAMES, PLAIN_DTYPES, iter_blocks
@@ -96,7 +96,9 @@ class SafetensorsFile(SafetensorsShard):
     def tensor(self, name: str) -> torch.Tensor:
         """Map one tensor privately; its pages are read when touched."""
         info = self.header.tensors[name]
-        return self.shaped(name, self._slice(info) if info.nbytes else torch.UntypedStorage(0))
+        start = self.header.data_start + info.begin
+        storage = self.mapping[start : start + info.nbytes] if info.nbytes else torch.UntypedStorage(0)
+        return self.shaped(name, cast(torch.UntypedStorage, storage))
 
     def run(self, name: str, begin: int, shape: Sequence[int]) -> torch.Tensor:
         """Map contiguous elements of a tensor privately, with a storage of their own.
@@ -174,10 +176,6 @@ class SafetensorsFile(SafetensorsShard):
                 yield from prefaulted_blocks(fd, self.mapping, start, self.size)
             else:
                 yield from read_blocks(fd, start, self.data_bytes)
-
-    def _slice(self, info: TensorInfo) -> torch.UntypedStorage:
-        start = self.header.data_start + info.begin
-        return cast(torch.UntypedStorage, self.mapping[start : start + info.nbytes])
 
     @property
     def mapping(self) -> torch.UntypedStorage:
@@ -297,28 +295,24 @@ class FilePool:
         """Open files that are not in use, the longest-idle one first."""
         self._count = 0
         """Number of open files."""
-        self.renew_lock()
-
-    def renew_lock(self) -> None:
-        """Create a new lock: in a forked child, a thread that does not exist there may hold the old one."""
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def add(self, file: PooledFile) -> None:
         """Add a new file, and close idle ones for it."""
-        with self._lock:
+        with self._lock.held():
             self._count += 1
             self._idle[file] = None
             self._close_idle(self._count - self._most_open())
 
     def take(self, file: PooledFile) -> None:
         """Keep a file open."""
-        with self._lock:
+        with self._lock.held():
             file._users += 1
             self._idle.pop(file, None)
 
     def give_back(self, file: PooledFile) -> None:
         """Release one use of a file, which can be closed once it has no users."""
-        with self._lock:
+        with self._lock.held():
             file._users -= 1
             if file._users == 0 and file._fd >= 0:
                 self._idle[file] = None
@@ -328,26 +322,26 @@ class FilePool:
 
     def open(self, open_again: Callable[[], int]) -> int:
         """Reopen a file, and close idle ones for it."""
-        with self._lock:
+        with self._lock.held():
             self._count += 1
             self._close_idle(self._count - self._most_open())
         try:
             return open_or_evict(open_again)
         except BaseException:
-            with self._lock:
+            with self._lock.held():
                 self._count -= 1
             raise
 
     def close(self, file: PooledFile) -> None:
         """Close a file permanently, now or when its last user releases it."""
-        with self._lock:
+        with self._lock.held():
             file._is_closed = True
             if file._users == 0:
                 self._close(file)
 
     def close_all_idle(self) -> bool:
         """Close all idle files; return False if there was none."""
-        with self._lock:
+        with self._lock.held():
             return self._close_idle(len(self._idle))
 
     def _close_idle(self, count: int) -> bool:
@@ -369,7 +363,6 @@ def _most_open() -> int:
 
 
 _pool: Final = FilePool(_most_open)
-os.register_at_fork(after_in_child=_pool.renew_lock)
 
 
 # Prefaulting: a range of a mapped file is brought into the page cache, in huge pages if the system has them.
@@ -492,7 +485,6 @@ class _Ahead:
             self._room.release()
 
     def close(self) -> None:
-        """Stop the threads."""
         self._is_closed = True
         self._room.release(_THREADS)
         wait(self._threads)

@@ -204,8 +204,6 @@ def _entry_sizes(specs: Sequence[TensorSpec]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Size limit of a group of tensors."""
-
     max_shard_bytes: int
     metadata_bytes: int
     headers_count: bool
@@ -261,10 +259,9 @@ def _pack_balanced(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> 
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     oversized = [i for i in order if not room.holds(nbytes[i], sizes[i])]
     fitting = [i for i in order if room.holds(nbytes[i], sizes[i])]
-    capacity = room.max_shard_bytes - room.metadata_bytes - DATA_ALIGNMENT - LENGTH_BYTES
-    groups = _best_fit(fitting, costs, capacity)
+    groups = _best_fit(fitting, costs, room.certain_bytes)
     levelled = _level(fitting, costs, len(groups))
-    if all(sum(costs[i] for i in group) <= capacity for group in levelled):
+    if all(sum(costs[i] for i in group) <= room.certain_bytes for group in levelled):
         groups = levelled
     return sorted([[i] for i in oversized] + [sorted(group) for group in groups if group])
 

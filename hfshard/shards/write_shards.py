@@ -33,7 +33,6 @@ from hfshard.format.index import (
     tensor_digest_of_bytes,
 )
 from hfshard.tensors.stored_tensor import (
-    TensorLayout,
     TensorLike,
     element_bytes,
     first_bytes,
@@ -135,16 +134,6 @@ def file_order(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
     return dict(sorted(tensors.items(), key=lambda item: -element_bytes(item[1])))
 
 
-def shard_header(tensors: Mapping[str, TensorLike], metadata: Mapping[str, str]) -> bytes:
-    """Build the header of a file with these tensors, given in the order of their bytes."""
-    return build_header_from_entries(_entries(tensors, tensor_layouts(tensors.values())), metadata)
-
-
-def _entries(tensors: Mapping[str, TensorLike], layouts: Sequence[TensorLayout]) -> bytes:
-    named = zip(tensors, layouts, strict=True)
-    return header_entries((name, layout.dtype, layout.shape, layout.nbytes) for name, layout in named)
-
-
 def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) -> dict[str, str]:
     """Build a shard's `__metadata__` from the entries of other readers, hfshard and the caller."""
     complex_names = [name for name, tensor in tensors.items() if is_complex_as_real(tensor)]
@@ -168,7 +157,9 @@ class _Head:
     def of(cls, job: WriteJob, checksum: str | None) -> Self:
         """Begin the header of the file that `write_shards` would write for a job."""
         layouts = tensor_layouts(job.tensors.values())
-        return cls(job, checksum, _entries(job.tensors, layouts), sum(layout.nbytes for layout in layouts))
+        named = zip(job.tensors, layouts, strict=True)
+        entries = header_entries((name, layout.dtype, layout.shape, layout.nbytes) for name, layout in named)
+        return cls(job, checksum, entries, sum(layout.nbytes for layout in layouts))
 
     def blank(self) -> bytes:
         """Build the header from which the digests are computed, with zeros in the place of the file's own digests."""
@@ -267,16 +258,7 @@ def blank_header(job: WriteJob, checksum: str | None) -> bytes:
 
 
 def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[FileDigest, bytes]:
-    """Hash a file's bytes and pass them on.
-
-    Args:
-        head: The file's header builder.
-        blank: The file's header, with zeros in the place of digests.
-        put: Takes each block, which is valid until it returns.
-
-    Returns:
-        The file's digest and header.
-    """
+    """Hash a file's bytes, and pass on each block, valid until `put` returns; return the file's digest and header."""
     hasher = HASHERS[head.checksum]() if head.checksum is not None else None
     output = HashingWriter(put, hasher)
     output.add([memoryview(blank)], fingerprint_bytes=len(blank))

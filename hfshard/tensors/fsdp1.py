@@ -32,6 +32,8 @@ _HOOKS: Final = (
 _FSDP: Final = "torch.distributed.fsdp."
 FLATTENED: Final = "_fsdp_flattened"
 """The attribute by which torch marks flat parameters, and those in them."""
+_NAMES_KEPT: Final = "_fsdp_use_orig_params"
+"""The attribute by which torch marks all modules in a wrapper: its `use_orig_params`."""
 
 _KNOWN: Final[WeakSet[Any]] = WeakSet()
 """Wrappers found in this process: a module inside of one does not lead to it."""
@@ -205,10 +207,25 @@ def _units(model: nn.Module) -> list[Any]:
                 f"Cannot read the parameters of {type(model).__name__}: FullyShardedDataParallel has flattened them, "
                 "and that wrapper does not exist any more. Keep the wrapper, and pass it."
             )
+    named = [one for one in around if one._handle is not None and one.module in modules]
+    if any(map(hides_parameters, modules.difference(*map(_modules_of, named)))):
+        raise UnstorableTensorError(
+            f"Cannot read the parameters of {type(model).__name__}: FullyShardedDataParallel(use_orig_params=False) "
+            "has them only in the flat parameter of a module around it. Pass the wrapped root, or wrap it with "
+            "use_orig_params=True."
+        )
     return [one for one in around if one._handle is not None and not _is_summoned(one)]
 
 
-def _is_flattened(parameter: torch.Tensor) -> bool:
+def hides_parameters(module: nn.Module) -> bool:
+    """Return whether a module has views of a flat parameter in the places of its own: it does not know their names."""
+    values = vars(module)
+    return values.get(_NAMES_KEPT) is False and any(
+        isinstance(one, torch.Tensor) and _is_flattened(one._base) for one in values.values()
+    )
+
+
+def _is_flattened(parameter: torch.Tensor | None) -> bool:
     return bool(getattr(parameter, FLATTENED, False))
 
 

@@ -19,6 +19,7 @@ from hfshard.tensors.fsdp1 import (
     flat_members,
     flat_parameter_names,
     has_flat_parameters,
+    hides_parameters,
     reshard_parameters,
     with_flat_tensors,
     without_gathering,
@@ -56,7 +57,7 @@ def collect_state_dict(model: nn.Module, purpose: Purpose = "save") -> dict[str,
     with without_gathering(model) if may_be_divided(model) else nullcontext():
         state_dict = model.state_dict()
     check_initialized(state_dict)
-    fill_offloaded(model, state_dict)
+    _fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
     state_dict = {without_wrappers(name, wrapped): one for name, one in state_dict.items()}
     return with_flat_tensors(model, state_dict, tensors) if parts else state_dict
@@ -91,7 +92,10 @@ def may_be_divided(model: nn.Module) -> bool:
     return (
         any(not isinstance(one, nn.Parameter) for one in parameters)
         or any(hasattr(one, mark) for one in parameters for mark in (PARTITIONED, FLATTENED))
-        or (fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules))
+        or (
+            fsdp is not None
+            and any(isinstance(module, fsdp.FullyShardedDataParallel) or hides_parameters(module) for module in modules)
+        )
     )
 
 
@@ -208,13 +212,8 @@ def _load_tensors(
 ) -> None:
     """Do what `model.load_state_dict(tensors, strict=False, assign=assign)` does, in time linear in the names.
 
-    torch scans all names below a module once for each of its children: a list of 10,000 experts takes 6 s.
-
-    Args:
-        model: Changed.
-        tensors: Tensors by the names of its own state dict.
-        metadata: That state dict's metadata: the versions of its modules.
-        assign: As in `load_state_dict`.
+    torch scans all names below a module once for each of its children: a list of 10,000 experts takes 6 s. `metadata`
+    is that of the model's own state dict: the versions of its modules.
     """
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         versioned = OrderedDict(tensors)
@@ -288,15 +287,8 @@ def _with_memory_of_its_own(tensor: torch.Tensor, taken: set[int]) -> torch.Tens
 # Offloaded weights: accelerate keeps them in CPU memory or on disk while they are not in use.
 
 
-def fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Replace the meta tensors in a model's state dict by the offloaded weights that they represent.
-
-    All of those on disk are read into memory.
-
-    Args:
-        model: Not changed.
-        state_dict: The result of `model.state_dict()`; changed.
-    """
+def _fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Replace the meta tensors in a model's state dict by the offloaded weights, which are read into memory."""
     if not any(_is_meta(value) for value in state_dict.values()):
         return
     for name, weights_map, key in _offloaded(model):

@@ -227,7 +227,6 @@ def _groups(views: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tenso
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """Compute the address after the tensor's last element."""
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (sum(steps) + 1) * tensor.element_size()
 

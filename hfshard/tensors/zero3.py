@@ -237,7 +237,10 @@ def reject_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "
         UnstorableTensorError: One cannot be read, and the purpose is "save".
         InvalidArgumentError: One cannot be read, for any other purpose.
     """
-    names = _names_in_module(held) if isinstance(held, nn.Module) else _names_in_state_dict(held)
+    if isinstance(held, nn.Module):
+        names = _names_in_module(held)
+    else:
+        names = [name for name, value in held.items() if is_partitioned(value)] or _empty_copies(held)
     if not names:
         return
     kind, verb, remedy = _WORDS[purpose]
@@ -280,10 +283,6 @@ def _names_in_module(model: nn.Module) -> list[str]:
     return [without_wrappers(name, wrapped) for name in found]
 
 
-def _names_in_state_dict(tensors: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in tensors.items() if is_partitioned(value)] or _empty_copies(tensors)
-
-
 def _is_empty(value: Any) -> bool:
     """Return whether a value is what DeepSpeed leaves of a partitioned parameter: a plain tensor of shape (0,)."""
     return (
@@ -320,7 +319,6 @@ def _partitioned_among(objects: Iterable[Any]) -> Iterator[tuple[str, torch.Tens
 
 
 def _endings(name: str) -> Iterator[str]:
-    """Yield a dotted name, and its remainders without its first parts."""
     while name:
         yield name
         name = name.partition(".")[2]

@@ -37,7 +37,7 @@ MUTANTS: Final = (
         "a limit of zero bytes is refused",
         "    if size_bytes <= 0:",
         "    if size_bytes < 0:",
-        ("tests/_util/test_arguments_size.py",),
+        ("tests/_util/test_arguments.py",),
     ),
     # disk
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS: Final = (
         "the end of a file that is written past the page cache is written too, however short it is",
         "        if whole < len(last):  # the end of the file",
         "        if 0 < whole < len(last):  # the end of the file",
-        ("tests/disk/test_direct_io_block_writer.py",),
+        ("tests/disk/test_direct_io.py",),
     ),
     Mutant(
         "sibling-folder-is-inside",

@@ -45,34 +45,34 @@ def test_error_in_one_thread_stops_the_others() -> None:
     assert stopped.is_set()
 
 
-def test_a_thread_that_pauses_ends_with_the_others() -> None:
-    paused = threading.Event()
+@pytest.mark.parametrize(
+    "pause",
+    [
+        lambda: sleep_unless_cancelled(600),
+        lambda: sleep_unless_cancelled(600, threading.Event()),
+        lambda: result_unless_cancelled(Future[None]()),
+    ],
+    ids=["sleeps", "sleeps, with an event of its own", "waits for a result"],
+)
+def test_a_thread_that_pauses_ends_with_the_others(pause: Callable[[], None]) -> None:
+    has_begun = threading.Event()
 
     def work(item: int, stop: threading.Event) -> None:
         if item == 0:
-            paused.set()
-            sleep_unless_cancelled(600)
-        assert paused.wait(60)
+            has_begun.set()
+            pause()
+        assert has_begun.wait(60)
         raise HubConnectionError("no")
 
     with pytest.raises(HubConnectionError):
         run_in_threads(work, [0, 1], 2)
-    sleep_unless_cancelled(0)  # outside of any
 
 
-def test_a_thread_that_pauses_with_an_event_of_its_own_ends_with_the_others_or_by_it() -> None:
-    paused, own = threading.Event(), threading.Event()
-
-    def work(item: int, stop: threading.Event) -> None:
-        if item == 0:
-            paused.set()
-            sleep_unless_cancelled(600, own)
-        assert paused.wait(60)
-        raise HubConnectionError("no")
-
-    with pytest.raises(HubConnectionError):
-        run_in_threads(work, [0, 1], 2)
+def test_a_pause_elsewhere_ends_in_its_time_or_by_its_own_event() -> None:
+    own = threading.Event()
     own.set()
+
+    sleep_unless_cancelled(0)
     with pytest.raises(InterruptedError):
         sleep_unless_cancelled(600, own)
 
@@ -86,20 +86,6 @@ def test_the_cause_is_raised_and_not_what_it_has_cancelled() -> None:
             raise InterruptedError("another item failed")
         has_begun.set()
         assert stop.wait(60)
-        raise HubConnectionError("no")
-
-    with pytest.raises(HubConnectionError):
-        run_in_threads(work, [0, 1], 2)
-
-
-def test_a_thread_that_waits_for_a_result_ends_with_the_others() -> None:
-    waits = threading.Event()
-
-    def work(item: int, stop: threading.Event) -> None:
-        if item == 0:
-            waits.set()
-            result_unless_cancelled(Future[None]())
-        assert waits.wait(60)
         raise HubConnectionError("no")
 
     with pytest.raises(HubConnectionError):
@@ -151,12 +137,18 @@ def test_first_error_in_time_is_raised_and_nothing_more_is_begun() -> None:
     assert sorted(begun) == [0, 1]
 
 
-def test_calling_thread_works_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no thread be started."""
+
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
+
+@pytest.mark.usefixtures("no_threads")
+def test_calling_thread_works_where_no_thread_can_be_started() -> None:
     assert start_worker(list, "name") is None
     assert run_in_threads(lambda item, _: (item, threading.current_thread()), [3, 1, 2], 2) == [
         (item, threading.main_thread()) for item in (3, 1, 2)
@@ -250,11 +242,8 @@ def test_ctrl_c_as_a_thread_is_started_waits_for_what_that_thread_has_begun(monk
     assert done == [1]
 
 
-def test_no_thread_while_ctrl_c_is_handled_is_no_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+@pytest.mark.usefixtures("no_threads")
+def test_no_thread_while_ctrl_c_is_handled_is_no_second_ctrl_c() -> None:
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -114,8 +114,8 @@ def test_an_error_becomes_a_problem_without_the_advice_to_verify_and_once(tmp_pa
     verifier = Verifier(as_folder(directory), WeightNames(), "full")
     error = DamagedCheckpointError(f"It is damaged. Save it again, or run 'hfshard verify {directory}'.")
 
-    verifier.findings.add_error(error, directory)
-    verifier.findings.add_error(error, directory)
+    verifier.findings.add_error(error)
+    verifier.findings.add_error(error)
 
     assert verifier.report().problems == (Problem(directory, None, "It is damaged. Save it again."),)
 
@@ -124,6 +124,6 @@ def test_a_store_that_cannot_be_asked_says_nothing_about_the_checkpoint(tmp_path
     verifier = Verifier(as_folder(str(tmp_path)), WeightNames(), "full")
 
     with pytest.raises(StoreConnectionError, match="no answer"):
-        verifier.findings.add_error(StoreConnectionError("no answer"), str(tmp_path))
+        verifier.findings.add_error(StoreConnectionError("no answer"))
 
     assert verifier.report().ok

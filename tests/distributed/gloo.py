@@ -148,3 +148,16 @@ def end_with(rank: int, *survivors: int) -> NoReturn:
     for other in survivors:
         hear(f"end of {other}")
     os._exit(0)
+
+
+def count_keys() -> int:
+    """How many keys the store of the group has."""
+    group: Any = torch.distributed.group.WORLD
+    return int(group.get_group_store().num_keys())
+
+
+def make_mesh(*shape: int) -> Any:
+    """A mesh of all ranks, whose dimensions are called "a" and "b"."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])

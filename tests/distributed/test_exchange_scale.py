@@ -16,8 +16,8 @@ from hfshard.distributed.tensor_owners import (
     RankGroup,
     TensorOwners,
     assign_owners,
-    listing_digest,
 )
+from hfshard.format.index import sha256_of
 from hfshard.tensors.stored_tensor import TensorLayout
 
 RANKS = 1024
@@ -59,7 +59,7 @@ def test_a_terabyte_on_a_thousand_ranks_is_planned_in_seconds() -> None:
     tracemalloc.start()
     start = time.process_time()
     listing = Listing(entries(), {}, (), ())
-    digest = listing_digest(listing.to_json())
+    digest = sha256_of(listing.to_json())
     group = RankGroup(tuple(range(RANKS)), digest, (Mesh((128, 8), tuple(range(RANKS))),))
     holders = TensorOwners.unite([group], {digest: listing})
     streams = streams_of(holders)
@@ -84,7 +84,7 @@ def sent_by(windows: dict[int, Window], holders: TensorOwners) -> Counter[int]:
     sent: Counter[int] = Counter()
     for owner, window in windows.items():
         for name, start, stop in window:
-            parts = holders.parts_of(name)
+            parts = holders.parts[name]
             for number in parts.between(start, stop):
                 runs = parts.clip(number, start, stop)
                 source = parts.source(number, owner)

@@ -65,7 +65,7 @@ def test_keys_are_read_without_waiting(kind: type[Any]) -> None:
     ]
     assert [store.holds("key", ""), store.holds("missing", "")] == [True, False]
     assert [store.add("count", 2), store.add("count", -1)] == [2, 1]
-    assert [store.has("count"), store.has("missing")] == [True, False]
+    assert store.has_many(["count", "missing"]) == [True, False]
     store.delete(["count", "missing"])
     store.delete_values(["large", "missing"])
     assert store.has_many(["count", "large", "large#0", "large#1", "empty"]) == [False, False, False, False, True]
@@ -78,9 +78,9 @@ def test_a_store_that_does_not_answer_is_an_error_at_once_the_second_time() -> N
     vars(store)["_answer_seconds"] = 0.5  # now that it is connected
 
     with pytest.raises(RankFailedError, match=r"did not respond for 0\.5 s") as caught:
-        store.has("key")
+        store.has_many(["key"])
     with pytest.raises(RankFailedError, match="did not respond"):
-        store.has("key")
+        store.has_many(["key"])
 
     assert caught.value.rank is None
     silent.answers.set()

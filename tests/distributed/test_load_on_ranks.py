@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfshard
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
+    HubNotFoundError,
     InvalidArgumentError,
     RankFailedError,
     StateDictMismatchError,
 )
-from tests.distributed.gloo import check_ranks, waiting
+from hfshard.places import store_mirror
+from tests.distributed.gloo import check_ranks, make_mesh, run_ranks, waiting
+from tests.servers.hub.hub_server import HubServer
+from tests.stores.saving.memory_store import MemoryStore
+from tests.zoo.mixin_classes import with_mixin
 
 
 class Tiny(nn.Module):
@@ -74,12 +82,6 @@ def split_layers(model: Tiny, mesh: Any) -> Tiny:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})  # type: ignore[return-value]
-
-
-def make_mesh(*shape: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
 
 
 def in_both(model: Tiny, mesh: Any) -> Tiny:
@@ -302,3 +304,100 @@ def test_like_without_other_ranks(saved: Path) -> None:
         hfshard.load_state_dict(saved, like={}, keys="*")
     with pytest.raises(InvalidArgumentError, match="'scale' is mapped to a float"):
         hfshard.load_state_dict(saved, like={"scale": 2.5})  # type: ignore[dict-item]
+
+
+# Ranks that load one checkpoint of the Hub: one of them asks for it, and one of each cache downloads it.
+
+TENSORS = {name: torch.arange(4000.0) + number for number, name in enumerate("ab")}
+
+
+def load_from_hub(rank: int, place: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    like: dict[str, Any] = {name: distribute_tensor(torch.zeros(4000), mesh, [Shard(0)]) for name in TENSORS}
+    with pytest.raises(HubNotFoundError if rank == 0 else RankFailedError, match=r"HubNotFoundError|no repo"):
+        hfshard.load_state_dict("org/absent", like=like)
+    for cache in (place / "common", place / f"of-{rank}"):
+        state = hfshard.load_state_dict("org/m", like=like, cache_dir=cache, verify="full")
+        assert torch.equal(state["b"].full_tensor(), TENSORS["b"])  # type: ignore[attr-defined]
+        refs = cache / "models--org--m" / "refs" / "main"
+        assert len(refs.read_text()) == 40
+
+
+def test_one_rank_asks_the_hub_and_one_of_each_cache_downloads(
+    hub_server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hfshard.save_state_dict(TENSORS, tmp_path / "saved", max_shard_size="20KB")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    hub_server.create_repo("org/m")
+    hub_server.repo("org/m").commit(dict(files), "Save")
+    hub_server.clear_log()
+    for name, value in hub_server.environment(home=tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+    ends = run_ranks(tmp_path / "ranks", 2, load_from_hub, tmp_path)
+
+    assert [end.status for end in ends] == [0, 0], "\n".join(end.words for end in ends)
+    asked = Counter((request.kind, request.path.partition("?")[0].count("/revision/")) for request in hub_server.log)
+    assert asked == {
+        ("info", 0): 1 + 2,  # of the repo that is absent, and of main for two loads
+        ("info", 1): 1 + 2,  # of the commit, for each cache
+        ("resolve_get", 0): 1 + 2,
+        ("lfs_batch", 0): 1 + 2,
+        ("storage_get", 0): 2 * (1 + 2),
+    }
+
+
+# Ranks that load a signed checkpoint from a store, a file of which is replaced after their last meeting.
+
+ADDRESS = "s3://models/llama"
+NOTICED_SECONDS = 60.0
+"""Longer than a load takes on a busy machine, and much shorter than ranks wait for each other."""
+MODEL: Any = with_mixin(LlamaForCausalLM)
+
+
+def spread(model: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+def load(key: Path) -> Any:
+    return MODEL.from_pretrained(ADDRESS, parallelize=spread, public_key=key)
+
+
+def load_what_changes(rank: int, saved: Path, key: Path) -> None:
+    store = MemoryStore({path.name: path.read_bytes() for path in saved.iterdir()})
+    vars(store_mirror)["open_store"] = lambda address: store
+    asked: Counter[str] = Counter()
+    store.before = lambda kind, name: asked.update([kind])
+    load(key)
+    last = asked["list"]  # whether the weights are still those that were opened, before the model is built
+
+    def replace(kind: str, name: str) -> None:
+        asked.update([kind])
+        if rank == 1 and asked["list"] == 2 * last:
+            store.objects["generation_config.json"] = b"{}"
+
+    store.before = replace
+    start = time.monotonic()
+    error, words = (CheckpointChangedError, "The") if rank == 1 else (RankFailedError, "Rank 1 failed.* the")
+    with pytest.raises(error, match=rf"(?i)^{words} .*checkpoint in '{ADDRESS}' was replaced while it was loaded"):
+        load(key)
+    assert time.monotonic() - start < NOTICED_SECONDS
+    assert asked["list"] == 2 * last  # no rank starts again
+
+
+def test_a_rank_that_notices_a_change_after_the_last_meeting_fails_on_all_at_once(tmp_path: Path) -> None:
+    from tests.signing.conftest import write_pair
+
+    private, public = write_pair(tmp_path, "key")
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    MODEL(LlamaConfig(**sizes, intermediate_size=32, num_hidden_layers=1)).save_pretrained(tmp_path / "saved")
+    hfshard.sign_checkpoint(tmp_path / "saved", private_key=private)
+
+    check_ranks(tmp_path / "ranks", 2, load_what_changes, tmp_path / "saved", public)

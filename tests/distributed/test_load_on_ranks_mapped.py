@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hfshard
-from tests.distributed.gloo import check_ranks
+from tests.distributed.gloo import check_ranks, make_mesh
 from tests.distributed.test_save_on_ranks_costs import number_in
 from tests.helpers.memory import anonymous_bytes, file_mapped_at
 
@@ -39,16 +39,10 @@ class Small(nn.Module):
         return found
 
 
-def mesh_of(*shape: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-
-
 def by_rows(model: nn.Module, *shape: int) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = mesh_of(*(shape or (2,)))
+    mesh = make_mesh(*(shape or (2,)))
     for child in model.children():
         if not isinstance(child, nn.Embedding) and child is not getattr(model, "head", None):
             fully_shard(child, mesh=mesh)
@@ -58,7 +52,7 @@ def by_rows(model: nn.Module, *shape: int) -> Any:
 def by_columns(model: nn.Module) -> Any:
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-    return parallelize_module(model, mesh_of(2), {"even": RowwiseParallel(), "odd": RowwiseParallel()})
+    return parallelize_module(model, make_mesh(2), {"even": RowwiseParallel(), "odd": RowwiseParallel()})
 
 
 def on_meta(make: Callable[[], nn.Module], spread: Callable[[nn.Module], Any] = by_rows) -> Any:
@@ -152,7 +146,7 @@ def map_in_layouts(rank: int, saved: Path) -> None:
     assert mapped_names(hfshard.load_state_dict(saved, like=like, disable_mmap=True), saved) == set()
 
     # memory of its own for each layout and dtype, and for what is not as in the file
-    mesh = mesh_of(2)
+    mesh = make_mesh(2)
     zeros = torch.zeros(12, 8)
     others = {
         "even.weight": distribute_tensor(zeros.half(), mesh, [Shard(0)]),

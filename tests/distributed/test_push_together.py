@@ -154,15 +154,6 @@ def push_and_die(rank: int, place: Path, dying: int) -> None:
     os._exit(0)  # no barrier: one is dead
 
 
-@pytest.mark.parametrize("dying", [0, 1])
-def test_nothing_is_left_where_a_rank_is_killed_that_stages_its_part(dying: int, tmp_path: Path) -> None:
-    (tmp_path / "temporary").mkdir()
-    ends = run_ranks(tmp_path / "ranks", 2, push_and_die, tmp_path, dying)
-    assert ends[1 - dying].status == 0, ends[1 - dying].words
-    assert list((tmp_path / "temporary").iterdir()) == []
-    assert not (tmp_path / "hub").exists()
-
-
 def die_while_the_sender_sends(rank: int, place: Path, dying: int) -> None:
     tempfile.tempdir = str(place / "temporary")
     sending = place / "sending"
@@ -181,11 +172,11 @@ def die_while_the_sender_sends(rank: int, place: Path, dying: int) -> None:
     os._exit(0)  # no barrier: one is dead
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dying", [0, 1])
-def test_nothing_is_left_where_a_rank_is_killed_while_the_first_one_sends(dying: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("work", [push_and_die, pytest.param(die_while_the_sender_sends, marks=pytest.mark.slow)])
+def test_nothing_is_left_where_a_rank_is_killed(work: Callable[..., None], dying: int, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
-    ends = run_ranks(tmp_path / "ranks", 2, die_while_the_sender_sends, tmp_path, dying)
+    ends = run_ranks(tmp_path / "ranks", 2, work, tmp_path, dying)
     assert ends[1 - dying].status == 0, ends[1 - dying].words
     assert list((tmp_path / "temporary").iterdir()) == []
     assert not (tmp_path / "hub").exists()

@@ -98,10 +98,13 @@ def test_each_rank_reads_its_part_bit_for_bit_and_no_byte_more(opened: OpenCheck
         assert count_bytes == sum(part.nbytes for part in parts.values())
 
 
-def test_read_over_the_network_takes_short_runs_together(opened: OpenCheckpoint) -> None:
+def test_read_over_the_network_takes_short_runs_together(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hfshard.shards.shard_file.is_networked", lambda _device: True)
     left = torch.zeros(12, 4)
 
-    count_bytes = read_parts(opened, [("plain", _spread(TENSORS["plain"], COLUMNS, (0,), left))], is_networked=True)
+    count_bytes = read_parts(opened, [("plain", _spread(TENSORS["plain"], COLUMNS, (0,), left))])
 
     assert torch.equal(left, TENSORS["plain"][:, :4])
     assert count_bytes == 11 * 32 + 16  # all but the last row's end

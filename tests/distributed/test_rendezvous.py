@@ -23,7 +23,7 @@ from hfshard._util.call_ranks import Role
 from hfshard.distributed.liveness import announce_arrival, group_timeout_seconds
 from hfshard.distributed.rendezvous import GroupSession, session
 from hfshard.errors import RankFailedError, RankMissingError
-from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
+from tests.distributed.gloo import DEATH_SECONDS, check_ranks, count_keys, end_with, free_port, hear, run_ranks, say
 
 NEVER_SECONDS = 1000.0
 """A test that waits so long is ended before, as one that hangs."""
@@ -224,20 +224,15 @@ def _fail(rank: int, world_size: int) -> None:
     assert _take_part("/failed", b"all", needs_all=True) == (_role(rank), list(range(world_size)), b"all")
 
 
-def _keys() -> int:
-    group: Any = dist.group.WORLD
-    return int(group.get_group_store().num_keys())
-
-
 def _come_often(rank: int, world_size: int, times: int) -> None:
     _take_part("/often", needs_all=True)
     dist.barrier()
-    before = _keys()
+    before = count_keys()
     dist.barrier()
     for _ in range(times):
         _take_part("/often", needs_all=True)
     dist.barrier()
-    assert _keys() == before
+    assert count_keys() == before
 
 
 def _come(rank: int, world_size: int) -> None:

@@ -20,13 +20,7 @@ import torch.distributed as dist
 from hfshard._util.call_ranks import Session
 from hfshard.distributed.rendezvous import GroupSession
 from hfshard.errors import RankFailedError, RankMissingError
-from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
-
-
-def count_keys() -> int:
-    """How many keys the store of the group has."""
-    store: Any = dist.group.WORLD
-    return int(store.get_group_store().num_keys())
+from tests.distributed.gloo import DEATH_SECONDS, check_ranks, count_keys, end_with, free_port, hear, run_ranks, say
 
 
 def _raised_by(work: Callable[[], object]) -> RankFailedError:

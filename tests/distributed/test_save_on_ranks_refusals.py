@@ -66,13 +66,15 @@ def refuse(rank: int, place: Path) -> None:
         "save a run": lambda model: manager.save(1, TrainingState(model=model)),
         "restore": lambda model: manager.restore(TrainingState(model=model), str(saved)),
     }
-    of_verb = ("save", "save by one", "save tensors"), ("load", "load tensors"), ("save a run", "restore")
-    cases = ((partial(), (SAVE_PARTIAL, LOAD_PARTIAL, r"its ranks have summands of it.* tensor\.redistribute\(")),)
-    for model, expected in cases:
-        for names, words in zip(of_verb, expected, strict=True):
-            for name in names:
-                with pytest.raises(HfshardError, match=words):
-                    verbs[name](model)
+    model = partial()
+    for names, words in (
+        (("save", "save by one", "save tensors"), SAVE_PARTIAL),
+        (("load", "load tensors"), LOAD_PARTIAL),
+        (("save a run", "restore"), r"its ranks have summands of it.* tensor\.redistribute\("),
+    ):
+        for name in names:
+            with pytest.raises(HfshardError, match=words):
+                verbs[name](model)
     flat = of_fsdp1(StateDictType.SHARDED_STATE_DICT)  # itself it is saved and loaded, but not its ShardedTensors
     for name, words in (("save tensors", SAVE_FSDP1), ("load tensors", LOAD_FSDP1)):
         with pytest.raises(HfshardError, match=words):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hfshard.distributed.layout import Interval, Placement
-from hfshard.distributed.tensor_owners import ListedTensor, Listing, Mesh, RankGroup, TensorOwners
+from hfshard.distributed.tensor_owners import ListedTensor, Listing, Mesh, RankGroup, TensorOwners, assign_owners
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.stored_tensor import TensorLayout
 
@@ -47,7 +47,7 @@ def unite(*groups: tuple[tuple[int, ...], Listing, tuple[Mesh, ...]], name_order
 
 def held(holders: TensorOwners, name: str) -> list[tuple[tuple[int, ...], int]]:
     """(ranks, bytes) of each part."""
-    return [(part.ranks, part.runs.total) for part in holders.parts_of(name)]
+    return [(part.ranks, part.runs.total) for part in holders.parts[name]]
 
 
 def test_rows_and_columns_and_copies_of_them() -> None:
@@ -73,7 +73,7 @@ def test_rows_and_columns_and_copies_of_them() -> None:
 
 def test_a_part_comes_from_the_owner_itself_or_spread_over_its_copies() -> None:
     holders = unite(((0, 1, 2, 3), listing({"rows": split((4, 1), None, 0)}), (Mesh((2, 2), (0, 1, 2, 3)),)))
-    parts = holders.parts_of("rows")
+    parts = holders.parts["rows"]
 
     assert [parts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, None]
     assert [parts.source(0, owner) for owner in range(4)] == [0, 2, 2, 2]
@@ -82,7 +82,7 @@ def test_a_part_comes_from_the_owner_itself_or_spread_over_its_copies() -> None:
 
 def test_parts_are_found_by_their_range() -> None:
     holders = unite(((0, 1), listing({"columns": split((3, 4), 1), "rows": split((4, 2), 0)}), (Mesh((2,), (0, 1)),)))
-    columns, rows = holders.parts_of("columns"), holders.parts_of("rows")
+    columns, rows = holders.parts["columns"], holders.parts["rows"]
 
     assert (list(columns.between(0, 8)), list(columns.between(8, 16)), list(columns.between(40, 48))) == (
         [0],
@@ -194,3 +194,27 @@ def test_a_rank_of_the_mesh_that_has_another_name_for_its_part_is_refused() -> N
     mesh = (Mesh((2,), (0, 1)),)
     with pytest.raises(InvalidArgumentError, match=r"do not have all of 'blocks\.0\.w'"):
         unite(((0,), listing({"blocks.0.w": split((6,), 0)}), mesh), ((1,), listing({"0.w": split((6,), 0)}), mesh))
+
+
+# Which rank writes which file.
+
+
+def test_the_largest_file_goes_first_to_who_has_least() -> None:
+    assert assign_owners([5, 9, 4, 4, 1], [0, 1]) == [1, 0, 1, 0, 1]
+    assert assign_owners([1, 1, 1, 1], [3, 1, 2]) == [1, 2, 3, 1]
+    assert assign_owners([], [0]) == []
+
+
+def test_few_files_go_to_ranks_far_from_each_other() -> None:
+    assert assign_owners([3, 2, 1], range(12)) == [0, 4, 8]
+    assert assign_owners([1, 2, 3, 4], [0, 2, 4, 6, 8]) == [6, 4, 2, 0]
+    assert assign_owners([7], range(4)) == [0]
+
+
+def test_loads_are_even_for_many_ranks_and_files() -> None:
+    sizes = [4_000_000_000 + 1_000_000 * (number % 700) for number in range(4096)]
+    owners = assign_owners(sizes, range(1024))
+    loads = [0] * 1024
+    for size, owner in zip(sizes, owners, strict=True):
+        loads[owner] += size
+    assert max(loads) < 1.01 * sum(sizes) / 1024

@@ -19,10 +19,9 @@ from hfshard.shards.ranged_shard import (
     Piece,
     RangedShard,
     UnorderedDigest,
-    read_ahead,
+    _read_ahead,
     read_full_tensors,
     read_pieces,
-    release_read_ahead,
 )
 
 CPU = torch.device("cpu")
@@ -78,11 +77,11 @@ def test_pieces_with_at_most_128_kib_between_them_share_a_request(tmp_path: Path
 
 
 def test_a_thread_that_reads_on_requests_windows_of_twice_the_size() -> None:
-    ranges, file = Ranges(CONTENT), object()
+    ranges = Ranges(CONTENT)
+    file: Any = SimpleNamespace(size=5_020_000, read_into=lambda at, target: ranges.read_into(None, at, target))
     for start, count in ((0, 10), (10, 1000), ((1 << 20) - 5, 10), (5_019_993, 7)):
-        found = read_ahead(file, start, count, 5_020_000, lambda at, target: ranges.read_into(None, at, target))
-        assert found == CONTENT[start : start + count]
-    release_read_ahead(file)
+        assert _read_ahead(file, start, count) == CONTENT[start : start + count]
+    RangedShard.close(file)
 
     assert ranges.asked == [(0, 1 << 20), (1 << 20, (2 << 20) - 5), (5_019_993, 7)]
 

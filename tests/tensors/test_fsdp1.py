@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+import hfshard
 from hfshard.errors import UnstorableTensorError
 from hfshard.tensors.fsdp1 import flat_members, flat_parameters, has_flat_parameters
 from hfshard.tensors.state_dict import collect_state_dict, count_parameters, parameter_names
 from tests.distributed.gloo import check_ranks
-from tests.foreign.producers.models import build
+from tests.foreign.producers.models import Norm, build
 from tests.tensors.fsdp1_models import gathered, train, trained_by, wrapped
 
 
@@ -74,12 +75,41 @@ def refuse(rank: int) -> None:
         flat_members(layer)
 
 
-def look(rank: int) -> None:
+def refuse_child(rank: int, place: Path) -> None:
+    """A child that has views of a flat parameter around it cannot be saved or loaded alone; others can."""
+    for way in ("flat", "flat and full", "parts"):
+        built: Any = wrapped(way, nn.Sequential(nn.Linear(4, 2), nn.Sequential(Norm(2)), nn.ReLU()))
+        child, wrapped_inside, empty = built.module
+        for name in ("new", "trained"):
+            path = place / way / name
+            if way == "parts":
+                hfshard.save_model(child, path)
+                assert hfshard.load_state_dict(path).keys() == {"weight", "bias"}
+            else:
+                for call in (hfshard.save_model, hfshard.load_model):
+                    with pytest.raises(
+                        UnstorableTensorError, match=r"of Linear: .* or wrap it with use_orig_params=True"
+                    ):
+                        call(child, path)
+                with pytest.raises(UnstorableTensorError, match=r"of Sequential: .* Pass the wrapped root"):
+                    hfshard.save_model(nn.Sequential(child), path)
+                assert not path.exists()
+            built(torch.ones(3, 4)).sum().backward()
+        hfshard.save_model(wrapped_inside, place / way / "inside")
+        names = {"0.weight", "0.bias", "0.running_mean", "0.running_var", "0.num_batches_tracked"}
+        assert hfshard.load_state_dict(place / way / "inside").keys() == names
+        assert not has_flat_parameters(empty)
+        hfshard.save_model(built, place / way / "root")
+        assert {"0.weight", "0.bias"} < hfshard.load_state_dict(place / way / "root").keys()
+
+
+def look(rank: int, place: Path) -> None:
     for way in ("parts", "flat"):
         look_at(rank, way)
     replace_data(rank)
     refuse(rank)
+    refuse_child(rank, place)
 
 
 def test_each_rank_has_its_interval_of_each_parameter(tmp_path: Path) -> None:
-    check_ranks(tmp_path, 2, look)
+    check_ranks(tmp_path / "ranks", 2, look, tmp_path)

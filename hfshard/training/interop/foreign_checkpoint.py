@@ -14,7 +14,7 @@ from hfshard.checkpoint.companion_files import list_companion_files
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
-from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, reject_links_to_outside
+from hfshard.disk.safe_open import Identity, identity_of, read_small, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError
 from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.format.strict_json import parse_json_object
@@ -250,7 +250,7 @@ class ForeignDirectory:
         companions = list_companion_files(self.path, but)
         reject_links_to_outside(self.path, companions, _LINKS)
         for name, file in companions.items():
-            with os.fdopen(open_regular(file.path, file.root), "rb") as opened:
+            with file.open() as opened:
                 read[name] = opened.read()
         return read
 

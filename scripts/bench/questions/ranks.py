@@ -176,10 +176,11 @@ class SimulatedRank:
 
     def unite(self) -> None:
         """List the tensors of this rank, as all others do, and find the holders of each."""
-        from hfshard.distributed.tensor_owners import RankGroup, TensorOwners, list_tensors, listing_digest
+        from hfshard.distributed.tensor_owners import RankGroup, TensorOwners, list_tensors
+        from hfshard.format.index import sha256_of
 
         listing, meshes = list_tensors(self._request, self._held)
-        digest = listing_digest(listing.to_json())
+        digest = sha256_of(listing.to_json())
         holding = json.dumps([digest, meshes]).encode()
         self._found["told"] = len(holding)
         self._groups = json.dumps([[list(self.ranks), *json.loads(holding)]]).encode()
@@ -244,7 +245,7 @@ class SimulatedRank:
         sent = 0
         for owner, window in windows.items():
             for name, start, stop in window if owner != self.rank else ():
-                parts = self._holders.parts_of(name)
+                parts = self._holders.parts[name]
                 number = parts.number_of(self.rank)
                 if number is not None and parts.source(number, owner) == self.rank:
                     runs = parts.clip(number, start, stop)
