@@ -325,33 +325,6 @@ class XetStream:
         return XetFile(str(found.hash), int(found.file_size))
 
 
-class XetUpload:
-    """Upload of one file: an `XetCommit` with a single `XetStream`."""
-
-    def __init__(self, tokens: XetTokens, size: int) -> None:
-        """Wait until this upload's memory is free, and begin."""
-        self._commit = XetCommit(tokens, size)
-        try:
-            self._stream = self._commit.open()
-        except BaseException:
-            self._commit.abort()
-            raise
-
-    def write(self, block: memoryview) -> None:
-        """Send the next bytes."""
-        self._stream.write(block)
-
-    def finish(self) -> XetFile:
-        """Commit the file to the storage."""
-        found = self._stream.finish()
-        self._commit.finish()
-        return found
-
-    def abort(self) -> None:
-        """Send nothing more."""
-        self._commit.abort()
-
-
 # Downloads from Xet storage as streams, straight into memory.
 
 
