@@ -327,12 +327,11 @@ _BLOCK_BYTES: Final = 512
 """Unit of st_blocks."""
 
 
+@dataclass(frozen=True, slots=True)
 class RequiredSignature:
     """The signature that a load requires when it is given a public key."""
 
-    def __init__(self, by: SignedBy) -> None:
-        """Store the required signer."""
-        self.by = by
+    by: SignedBy
 
     def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedFolder:
         """Find and check a checkpoint's signature, and check every file that a load reads along with the weights.
@@ -346,19 +345,31 @@ class RequiredSignature:
         Raises:
             SignatureError: There is no signature, or one by another signer; a file differs, is missing, or was added.
         """
-        place = self._place(directory, subfolder, has_code=has_code)
+        place = self.find_all(directory, subfolder, has_code=has_code)
         place.check_beside()
         return place
 
     def find_in_store(self, folder: RangedFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
-        """Find the signature in a folder of a store; see `find_signed_objects` for arguments and errors."""
-        return find_signed_objects(folder, beside, self.by, has_code=has_code)
+        """Do what `find` does in a folder of a store.
 
-    def find_all(self, directory: str, subfolder: str = "") -> SignedFolder:
+        Args:
+            folder: The folder, listed.
+            beside: The small files that a load reads.
+            has_code: Whether code of the checkpoint may be run.
+
+        Raises:
+            SignatureError: There is no signature, or one by another signer; a file differs, is not signed, or is
+                missing.
+            InvalidArgumentError: Its digests are of another kind.
+        """
+        sizes = {name: folder.size(name) for name in folder.names()}
+        manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), self.by)
+        found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.version(SIGNATURE_NAME))
+        found.check_beside()
+        return found
+
+    def find_all(self, directory: str, subfolder: str, *, has_code: bool = False) -> SignedFolder:
         """Find and check the signature without comparing files; raise SignatureError if it is missing or not valid."""
-        return self._place(directory, subfolder, has_code=False)
-
-    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedFolder:
         root = directory.rstrip(os.sep) or os.sep
         if has_code or not os.path.lexists(os.path.join(root, SIGNATURE_NAME)):
             for _ in filter(None, subfolder.split("/")):  # code lies above too
@@ -603,26 +614,6 @@ class SignedObjects:
     def _compare(self, name: str, sha256: str) -> None:
         if self.manifest.digests.get(name) != {name: sha256}:
             raise self._place.differs(name)
-
-
-def find_signed_objects(folder: RangedFolder, beside: FilesBeside, by: SignedBy, *, has_code: bool) -> SignedObjects:
-    """Find and check the signature in a store folder, and check every file that a load reads along with the weights.
-
-    Args:
-        folder: The folder, listed.
-        beside: The small files that a load reads.
-        by: The required signer.
-        has_code: Whether code of the checkpoint may be run.
-
-    Raises:
-        SignatureError: There is no signature, or one by another signer; a file differs, is not signed, or is missing.
-        InvalidArgumentError: Its digests are of another kind.
-    """
-    sizes = {name: folder.size(name) for name in folder.names()}
-    manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), by)
-    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.version(SIGNATURE_NAME))
-    found.check_beside()
-    return found
 
 
 def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], bytes], by: SignedBy) -> SignedManifest:
