@@ -138,7 +138,7 @@ class DirectoryHub:
             HubError: The directory has something else, such as a checkpoint; or it is a hub and `exist_ok` is false.
         """
         root = _local(path)
-        is_new = ensure_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
+        is_new = not has_hub_marker(root) and _write_hub_marker(root)
         if not is_new and not exist_ok:
             raise HubError(f"'{root}' is already a directory hub. Leave out exist_ok=False to use it.", path=root)
         return cls.open(root)
@@ -518,7 +518,7 @@ def check_hub_marker(root: str) -> None:
         )
 
 
-def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
+def _write_hub_marker(root: str) -> bool:
     """Turn a new or empty directory into a hub.
 
     Returns:
@@ -526,14 +526,14 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
 
     Raises:
         HubError: It contains something else, or it is a file.
-        DirectoryLockedError: Another process held the directory's lock for all of `wait_seconds`.
+        DirectoryLockedError: Another process did not release the directory's lock.
     """
     try:
         made = make_directories(root)
     except (NotADirectoryError, FileExistsError) as error:
         raise HubError(f"Cannot create a hub in '{root}': it, or a path above it, is a file.", path=root) from error
     try:
-        with locked_directory(root, wait_seconds=wait_seconds):
+        with locked_directory(root, wait_seconds=LOCK_WAIT_SECONDS):
             if has_hub_marker(root):
                 return False
             _check_empty(root)
@@ -542,11 +542,6 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
     except BaseException:
         remove_empty_directories(made)
         raise
-
-
-def ensure_hub_marker(root: str, *, wait_seconds: float) -> bool:
-    """Do what `write_hub_marker` does, but lock nothing if the directory is a hub already."""
-    return not has_hub_marker(root) and write_hub_marker(root, wait_seconds=wait_seconds)
 
 
 def _check_empty(root: str) -> None:
