@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import threading
@@ -28,9 +27,9 @@ from hfshard.errors import (
     NotEnoughSpaceError,
 )
 from hfshard.format.parts_of_ranks import describe_parts
-from hfshard.hub.cache import RepoCache, is_commit
+from hfshard.hub.cache import RepoCache, size_on_disk
 from hfshard.hub.http import DOWNLOAD_ATTEMPTS, HubReader, translate_hub_errors, tree_of
-from hfshard.hub.repo import RemoteFile, RepoTree
+from hfshard.hub.repo import RemoteFile, RepoTree, is_commit_id
 from hfshard.hub.resolve import (
     ResolvedCheckpoint,
     Resolver,
@@ -134,7 +133,7 @@ class _Downloader:
 
     def _fill(self, fd: int, path: str, file: RemoteFile, partial: str) -> None:
         for _ in range(2):
-            hasher = hasher_for(file)
+            hasher = file.hasher()
             before = self._prefix(fd, file, hasher)
             if before:
                 logger.info("Resuming '%s' at byte %d of %d.", path, before, file.size)
@@ -176,13 +175,6 @@ class _Downloader:
         return at
 
 
-def hasher_for(file: RemoteFile) -> Any:
-    """Create a hasher for the hash that the Hub lists: sha256, or git's own for a small file (see `git_blob_id`)."""
-    if file.sha256 is not None:
-        return hashlib.sha256()
-    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-
-
 def _write(fd: int, block: bytes, at: int) -> None:
     view = memoryview(block)
     while view:
@@ -205,7 +197,7 @@ def _without_space(error: OSError, partial: str) -> OSError:
 
 
 def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
-    need = sum(max(0, file.size - _on_disk(cache.partial(file))) for file in files)
+    need = sum(max(0, file.size - (size_on_disk(cache.partial(file)) or 0)) for file in files)
     if need:
         require_space(
             cache.folder,
@@ -213,13 +205,6 @@ def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
             doing=f"Pulling into '{cache.root}'",
             todo=". Free some space (hf cache ls lists the cached repos), or pass another cache_dir.",
         )
-
-
-def _on_disk(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
 
 
 def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled: threading.Event) -> None:
@@ -377,7 +362,7 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
     if is_offline(query.local_files_only):
         return fetcher.from_cache(resolver)
     needs_list = query.needs_companions or query.needs_signature
-    if is_commit(query.revision) and not query.force_download and not needs_list:
+    if is_commit_id(query.revision) and not query.force_download and not needs_list:
         try:
             return resolver(CachedFiles(fetcher.cache, str(query.revision), repo_id, is_sure=True))
         except CacheMissError as error:

@@ -31,6 +31,8 @@ from hfshard.stores.hub_calls import (
 )
 from hfshard.stores.xet_tokens import XetTokens
 
+logger = logging.getLogger(__name__)
+
 MAX_COMMIT_FILES: Final = 256
 """The most files in one commit; of more, shards are committed first. huggingface_hub asks the Hub about this many at
 once, and the Hub's documentation advises against commits of thousands."""
@@ -213,8 +215,6 @@ def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any])
 
 # One commit on the Hub: uploads, then the commit, with retries where they can't commit twice.
 
-
-logger = logging.getLogger(__name__)
 
 _STALE_PARENT: Final = 412
 _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})

@@ -11,7 +11,6 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import IntegrityError, InvalidArgumentError
 from hfshard.format.index import Verify
-from hfshard.hub.download import hasher_for
 from hfshard.hub.http import HubReader
 from hfshard.hub.repo import RepoTree
 from hfshard.pickles.pickle_file import PickleFile
@@ -105,7 +104,7 @@ class _CommitRanges:
             self._check(found, target)
 
     def _check(self, found: _File, whole: memoryview) -> None:
-        hasher = hasher_for(self.reader.tree.files[found.path])
+        hasher = self.reader.tree.files[found.path].hasher()
         hasher.update(whole)
         if hasher.hexdigest() != found.etag:
             raise IntegrityError(
