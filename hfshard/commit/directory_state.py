@@ -52,11 +52,6 @@ class DirectoryState:
     be the remains of a download; so they stay until a save has committed, and are removed then, as by a stock save."""
 
     @property
-    def files(self) -> Collection[str]:
-        """All files directly in the directory."""
-        return self.listing
-
-    @property
     def has_single(self) -> bool:
         """True if `model.safetensors` exists."""
         return self.names.single in self.listing

@@ -69,7 +69,6 @@ class _TryAgainError(Exception):
     """A response that may be different the next time."""
 
     def __init__(self, problem: str, *, retry_after: float | None = None, first_seconds: float | None = None) -> None:
-        """Store the problem, and arguments of `Retry.wait`."""
         super().__init__(problem)
         self.retry_after, self.first_seconds = retry_after, first_seconds
 

@@ -141,7 +141,7 @@ class HubRepo:
             self._reject_fixed(revision)
         sent = _Counter(progress_callback)
         self._api.trusts_card = isinstance(changes.get(README), BytesSource)  # the user's own is a file
-        tokens = self._xet_tokens()
+        tokens = send_request(self.repo_id, self.token, partial(xet_tokens, self.repo_id, self.token))
         batches = _batches(changes, self._known.files if self._known is not None else {})
         result, pr_url = None, None
         saved_bytes = 0
@@ -179,9 +179,6 @@ class HubRepo:
                 path=self.repo_id,
                 actual=revision,
             )
-
-    def _xet_tokens(self) -> XetTokens | None:
-        return send_request(self.repo_id, self.token, partial(xet_tokens, self.repo_id, self.token))
 
 
 class _Counter:

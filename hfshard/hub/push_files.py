@@ -275,8 +275,6 @@ class PushPlan:
     adds: dict[str, ByteSource]
     """Path in the repo -> new contents."""
     deletes: tuple[str, ...]
-    unchanged: tuple[str, ...]
-    """Paths of files that the hub has already, bit for bit."""
 
     @property
     def is_empty(self) -> bool:
@@ -298,14 +296,12 @@ def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Colle
         stale: Paths to delete.
     """
     adds: dict[str, ByteSource] = {}
-    unchanged = []
     for path, content in contents.items():
-        known = _hashed_if_needed(content, remote.files.get(path))
-        if path in remote.files and remote.files[path].has_contents(known):
-            unchanged.append(path)
-        else:
+        file = remote.files.get(path)
+        known = _hashed_if_needed(content, file)
+        if file is None or not file.has_contents(known):
             adds[path] = known
-    return PushPlan(adds, tuple(sorted(stale)), tuple(unchanged))
+    return PushPlan(adds, tuple(sorted(stale)))
 
 
 def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSource:

@@ -65,7 +65,6 @@ class BucketStore:
         self._reader = XetReader(XetTokens(bucket_token_url(address.bucket, "read")))
 
     def __repr__(self) -> str:
-        """Show the address."""
         return f"{type(self).__name__}({str(self.address)!r})"
 
     def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
@@ -223,7 +222,6 @@ class BucketCalls:
     """
 
     def __init__(self, address: StoreAddress) -> None:
-        """Store the address, which error messages also use, without sending a request."""
         self._address = address
         self._bucket = address.bucket
 

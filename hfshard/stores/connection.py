@@ -507,15 +507,12 @@ class PlainVariables(Mapping[str, str]):
     """The environment as `read_variable` reads it, for libraries that accept one; read on access."""
 
     def __getitem__(self, name: str) -> str:
-        """Read a variable."""
         if name not in os.environ:
             raise KeyError(name)
         return read_variable(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
         return iter(os.environ)
 
     def __len__(self) -> int:
-        """Return the number of variables."""
         return len(os.environ)

@@ -539,7 +539,6 @@ class BufferPool(ByteBudget):
     """Pool of reusable buffers for parts."""
 
     def __init__(self) -> None:
-        """Start empty."""
         super().__init__(by_thread=False)
 
     def _renew(self) -> None:

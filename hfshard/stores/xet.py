@@ -34,7 +34,6 @@ class XetFailedError(Exception):
     """Failure of hf_xet after its retries; the message has no token and no signed URL."""
 
     def __init__(self, message: str, kind: FailureKind) -> None:
-        """Store the message and the kind of failure."""
         super().__init__(message)
         self.kind: FailureKind = kind
 
@@ -306,7 +305,6 @@ class XetStream:
     """One file of a commit."""
 
     def __init__(self, commit: XetCommit, stream: Any) -> None:
-        """Store the commit and the stream."""
         self._commit, self._stream = commit, stream
         self._written = 0
 

@@ -99,7 +99,6 @@ class DirectoryHub:
     """A hub in a directory; get one by `open` or `create`."""
 
     def __init__(self, root: str, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> None:
-        """Use `open` or `create`, which check the directory."""
         self.root = absolute_path(root)
         self.wait_seconds = wait_seconds
 
