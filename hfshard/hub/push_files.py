@@ -468,6 +468,18 @@ _JUNK: Final = frozenset({".DS_Store", ".git"})
 """Files that are never pushed; `.git` is a file in git's worktrees and submodules."""
 
 
+def collect_directory(
+    directory: str, *, names: Collection[str] | None = None, follow_links: bool = False
+) -> tuple[dict[str, ByteSource], dict[str | None, CheckpointIndex]]:
+    """Collect the files to push from a directory, and its indexes by variant; see `DirectoryFiles` for the arguments.
+
+    Raises:
+        Everything that `collect_push_contents` raises.
+    """
+    found = collect_push_contents(DirectoryFiles(directory, names, follow_links=follow_links))
+    return found.contents, found.indexes
+
+
 class FilesOfPlace(Protocol):
     """The files below one place, as candidates for a push."""
 

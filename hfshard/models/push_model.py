@@ -12,20 +12,13 @@ from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 
 from hfshard._util.call_ranks import Session
 from hfshard.constants import CONFIG_NAME, README
-from hfshard.disk.byte_source import ByteSource, file_source, read_all
+from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.push_together import agree_on_repo, send, stage, staging_folder
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.directory.directory_hub import absolute_repo_id
-from hfshard.hub.push_files import (
-    CardBuilder,
-    DirectoryFiles,
-    PushOptions,
-    PushRequest,
-    collect_push_contents,
-    push_files,
-)
+from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.models.module_weights import abort_peers_on_error, require_whole_tensors
 from hfshard.places.place import DirectoryPlace, place_to_push
@@ -78,8 +71,8 @@ class ModelPush:
             written = {*index.weight_map.values(), *index.files} if index is not None else set()
             names = {*written, request.options.names.index, *request.small_files}
             # A link, if the bytes of a file did not change.
-            found = collect_push_contents(DirectoryFiles(directory, names, follow_links=True))
-            return self._push_files(found.contents, {request.options.variant}, _replaced_files(request))
+            contents, _ = collect_directory(directory, names=names, follow_links=True)
+            return self._push_files(contents, {request.options.variant}, _replaced_files(request))
 
         return self._run(push)
 
@@ -108,8 +101,8 @@ class ModelPush:
                 if not names:
                     return []
                 if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
-                    found = collect_push_contents(DirectoryFiles(folder.path, follow_links=True))
-                    contents, variants = found.contents, set(found.indexes)
+                    contents, indexes = collect_directory(folder.path, follow_links=True)
+                    variants = set(indexes)
                 else:  # an adapter; the repo may also contain its base model
                     contents = {
                         name: file_source(os.path.join(folder.path, name)) for name in _files_below(folder.path)
@@ -185,7 +178,10 @@ def _files_below(folder: str) -> list[str]:
 
 
 def _kept_card(card: ByteSource, read_old: Callable[[], bytes] | None) -> bytes | None:
-    return None if read_old is not None else read_all(card)
+    if read_old is not None:
+        return None
+    with card.open() as reader:
+        return reader.read()
 
 
 # README.md of a pushed model, as transformers creates it: a card from the template, and its tags.

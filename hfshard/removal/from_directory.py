@@ -6,12 +6,12 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import clear_staging
-from hfshard.commit.directory_state import DirectoryState, read_directory_state, read_note
-from hfshard.constants import STAGING_DIRECTORY
+from hfshard.commit.directory_state import DirectoryState, none_if_damaged, read_directory_state
+from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
 from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.disk.fsops import (
     locked_directory,
@@ -21,9 +21,10 @@ from hfshard.disk.fsops import (
     unlink_if_exists,
     write_file,
 )
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
-from hfshard.format.strict_json import dump_json
+from hfshard.format.strict_json import dump_json, parse_json_object
 from hfshard.removal.removal_plan import (
     NOT_ITS_OWN,
     SHARED,
@@ -191,7 +192,13 @@ def _note_small_files(plan: RemovalPlan) -> None:
 
 def _noted_small_files(directory: str) -> set[str]:
     """Find the small files that a killed removal did not get to unlink, and that are still the same."""
-    noted = read_note(os.path.join(directory, _NOTE), directory)
+    path = os.path.join(directory, _NOTE)
+
+    def read() -> dict[str, Any]:
+        raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+        return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
+
+    noted = none_if_damaged(read) or {}
     return {name for name in SMALL_FILES if name in noted and noted[name] == _sha256(directory, name)}
 
 

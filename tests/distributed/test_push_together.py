@@ -21,7 +21,7 @@ from hfshard._util.call_ranks import Session
 from hfshard.distributed.push_together import StagingFolder, agree_on_repo, push_together, send, stage, staging_folder
 from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.hub.push_files import DirectoryFiles, PushRequest, collect_push_contents, push_files
+from hfshard.hub.push_files import PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.distributed.gloo import await_file, check_ranks, run_ranks
@@ -55,8 +55,8 @@ def push(
 
             def push_it() -> list[PushResult]:
                 before(ranks)
-                found = collect_push_contents(DirectoryFiles(folder.path))
-                asked = PushRequest(contents=found.contents, variants=frozenset(found.indexes), check=ranks.look)
+                contents, indexes = collect_directory(folder.path)
+                asked = PushRequest(contents=contents, variants=frozenset(indexes), check=ranks.look)
                 return [push_files(asked, hub)]
 
             return send(ranks, push_it)[0], folder.seen_by

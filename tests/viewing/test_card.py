@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import hfshard
 from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.push_files import DirectoryFiles, collect_push_contents
+from hfshard.hub.push_files import collect_directory
 from hfshard.viewing.card import card_table, draw_card, plain_markdown
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.screenshot import find_chromium
@@ -54,7 +54,7 @@ class _Ending(io.BytesIO):
 def save(directory: Path) -> dict[str, ByteSource]:
     tensors = {"h.0.weight": torch.ones(10, 10), "h.1.weight": torch.ones(10, 10), "b": torch.ones(5).half()}
     hfshard.save_state_dict(tensors, directory, max_shard_size="500B")
-    return collect_push_contents(DirectoryFiles(str(directory))).contents
+    return collect_directory(str(directory))[0]
 
 
 @needs_chromium

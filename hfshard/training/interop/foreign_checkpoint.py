@@ -13,7 +13,7 @@ from hfshard.checkpoint.check_files import check_checksums, check_pickle_checksu
 from hfshard.checkpoint.companion_files import list_companion_files
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.constants import MAX_INDEX_BYTES, TRAINING_FILES
+from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError
 from hfshard.foreign.find_foreign import open_foreign_run
@@ -23,6 +23,7 @@ from hfshard.pickles.plain_values import read_plain_file
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.training.interop.named_run import NamedRun
 from hfshard.training.run.find_checkpoint import Level
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE
 from hfshard.training.state.training_state import PartKind
 
 _TAIL_BYTES: Final = 1 << 16
@@ -117,6 +118,9 @@ class ForeignCheckpoint:
 # A directory of another program's checkpoint, read file by file: weights, pickles and JSON; a missing file gives None.
 
 
+_OURS: Final = frozenset({MANIFEST, TRAINING_STATE})
+"""A directory that has one of these is an hfshard checkpoint, possibly a damaged one."""
+
 _OF_MANY_RANKS: Final = re.compile(
     r"global_step\d+|zero_to_fp32\.py|mp_rank_.*|iter_\d+|pytorch_model(?:_fsdp)?(?:_\d+)?|optimizer_\d+|"
     r"pytorch_model_fsdp(?:_\d+)?\.bin|rank\d+-of-\d+-optimizer\.pt|optimizer\.pt_.*"
@@ -127,7 +131,7 @@ _OF_MANY_RANKS: Final = re.compile(
 def list_foreign_directory(place: object) -> frozenset[str]:
     """Return the entries of a directory that another program may have saved; none for hfshard's or no directory."""
     names = frozenset(os.listdir(place)) if isinstance(place, str) and os.path.isdir(place) else frozenset()
-    return names if names.isdisjoint(TRAINING_FILES) else frozenset()  # hfshard's, possibly a damaged one
+    return frozenset() if names & _OURS else names
 
 
 _LINKS: Final = (
