@@ -70,8 +70,8 @@ class ObjectStore:
 
     def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
         """List the objects of a folder; see `Store`."""
-        below = self._prefix + (f"{folder}/" if folder else "")
         if recursive:
+            below = self._below(folder)
             listed = self._ask(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
         else:
             listed = self._list_level(folder)["objects"]
@@ -84,7 +84,7 @@ class ObjectStore:
 
     def folders(self, folder: str = "") -> list[str]:
         """Name the folders directly in a folder; see `Store`."""
-        below = self._prefix + (f"{folder}/" if folder else "")
+        below = self._below(folder)
         return sorted(one.removeprefix(below).rstrip("/") for one in self._list_level(folder)["common_prefixes"])
 
     def neighbors(self) -> list[str]:
@@ -176,6 +176,9 @@ class ObjectStore:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
+    def _below(self, folder: str) -> str:
+        return self._prefix + (f"{folder}/" if folder else "")
+
     def _at(self, name: str) -> str:
         return str(self._address.joined(name)) if name else str(self._address)
 
@@ -185,7 +188,7 @@ class ObjectStore:
 
     def _list_level(self, folder: str) -> obstore.ListResult[Sequence[ObjectMeta]]:
         """List one level: the objects of a folder, and its folders."""
-        below = self._prefix + (f"{folder}/" if folder else "")
+        below = self._below(folder)
         listed = self._ask(lambda: obstore.list_with_delimiter(self._connection.quick, below or None), folder)
         self._bucket_seen = True
         return listed

@@ -74,7 +74,6 @@ from hfshard.hub.directory.commit_graph import (
 from hfshard.hub.directory.hub_writer import HubWriter, lock_hub
 from hfshard.hub.directory.snapshot import (
     StagedSnapshot,
-    check_hash,
     check_hashes,
     check_snapshot,
     reject_unexpected_files,
@@ -186,9 +185,8 @@ class DirectoryHub:
             raise HubNotFoundError(f"Commit {commit} of '{self.root}' has no file '{path}'.", path=path)
         folder = snapshot_path(self.root, commit)
         check_snapshot(folder, {path: file})
-        where = os.path.join(folder, path)
-        check_hash(where, str(file.sha256))
-        return read_small(where, folder, MAX_INDEX_BYTES)[0]
+        check_hashes(folder, {path: file}, progress=False)
+        return read_small(os.path.join(folder, path), folder, MAX_INDEX_BYTES)[0]
 
     def url_of(self, commit: str) -> str:
         """Return the directory of a commit's files."""

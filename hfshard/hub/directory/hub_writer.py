@@ -341,12 +341,7 @@ def move_directory(source: str, target: str) -> None:
         logger.warning(
             "'%s' cannot rename folders (%s): the snapshot is moved file by file.", os.path.dirname(target), error
         )
-    for base, _, files in os.walk(source):
-        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
-        os.mkdir(into)
-        for name in files:
-            rename(os.path.join(base, name), os.path.join(into, name))
-        sync_directory(into)
+    _move_files(source, target)
 
 
 def merge_tree(source: str, target: str) -> None:
@@ -354,7 +349,12 @@ def merge_tree(source: str, target: str) -> None:
     if not os.path.lexists(target):
         move_directory(source, target)
         sync_directory(os.path.dirname(target))
-        return
+    else:
+        _move_files(source, target)
+
+
+def _move_files(source: str, target: str) -> None:
+    """Move the files that the target lacks, durably."""
     for base, _, files in os.walk(source):
         into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
         os.makedirs(into, exist_ok=True)
