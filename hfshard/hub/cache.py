@@ -46,12 +46,6 @@ class RepoCache:
     """
 
     def __init__(self, repo_id: str, cache_dir: str | os.PathLike[str] | None = None) -> None:
-        """Read and write nothing yet.
-
-        Args:
-            repo_id: "org/name".
-            cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
-        """
         self.root = absolute_directory(cache_dir or constants.HF_HUB_CACHE, "cache_dir")
         self._name = constants.REPO_ID_SEPARATOR.join(["models", *repo_id.split("/")])
         self.folder = os.path.join(self.root, self._name)
@@ -160,9 +154,7 @@ class RepoCache:
         """Link a commit's file to its contents; where links are not supported, move or copy the contents.
 
         Args:
-            commit: Its full hash.
-            path: In the repo.
-            file: Its contents are in the cache.
+            commit, path, file: The commit's full hash, a path in it, and the file, whose contents are in the cache.
             is_new: Whether they were just downloaded, and this is the last file that uses them.
         """
         target, blob = self.snapshot(commit, path), self.blob(file)

@@ -56,9 +56,7 @@ def download(
     """Download files into the cache; contents that it has already are only linked.
 
     Args:
-        reader: The reader of the commit's files.
-        cache: The repo's cache.
-        paths: Paths in the repo.
+        reader, cache, paths: The reader of the commit's files, the repo's cache, and paths in the repo.
         force: Download even what the cache has.
         progress_callback: Called from any thread with counts of bytes that are done; in all, `bytes_to_download`.
 
@@ -350,14 +348,7 @@ class CachedFiles:
 
 
 def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Download the files that a resolver finds into the cache, all of one commit.
-
-    Args:
-        repo_id: "org/name".
-        resolver: Finds the files in a commit, and downloads them.
-        query: The revision, and whether companion files and the signature are downloaded too.
-        progress: Whether to show a bar on stderr. None: on a terminal.
-    """
+    """Download the files that a resolver finds into the cache, all of one commit, and what else the query asks for."""
     fetcher = Fetcher(repo_id, query, progress)
     if is_offline(query.local_files_only):
         return fetcher.from_cache(resolver)
@@ -373,12 +364,10 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
 def fetch_tree(
     repo_id: str, revision: str | None, token: str | bool | None = None, *, attempts: int = DOWNLOAD_ATTEMPTS
 ) -> RepoTree:
-    """Fetch the commit of a revision and the list of its files, in one request.
+    """Fetch the commit of a revision (None: main) and the list of its files, in one request.
 
     Args:
-        repo_id: "org/name".
-        revision: A branch, tag, commit, or "refs/pr/1". None: main.
-        token: A token, as in huggingface_hub.
+        repo_id, revision, token: As in huggingface_hub.
         attempts: How often to ask at most, if the Hub can't be reached, or asks to wait.
 
     Raises:

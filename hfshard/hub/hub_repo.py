@@ -251,11 +251,7 @@ class RemoteCommit:
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 
     def make(self, tokens: XetTokens | None, *, progress_callback: Callable[[int], object]) -> PushResult:
-        """Upload what the Hub lacks, and commit.
-
-        Args:
-            tokens: For the repo's Xet storage; None: LFS is used.
-            progress_callback: Called with the number of bytes that are read for upload.
+        """Upload what the Hub lacks, by Xet if there are tokens for it, else by LFS, and commit.
 
         Raises:
             StaleParentError: The branch is no longer at the parent.

@@ -35,12 +35,7 @@ _ATTEMPTS: Final = 5
 
 
 def open_hub(repo_id: str | os.PathLike[str], *, token: str | bool | None = None, private: bool | None = None) -> Hub:
-    """Open the repo that a repo_id names, to push to it, and create it if it is missing.
-
-    Args:
-        repo_id: "org/name", or a path or `file://` URL of a directory.
-        token: A token for the Hub, as in huggingface_hub.
-        private: Whether a repo that is created there is private.
+    """Open the repo to push to, "org/name", or a path or `file://` URL of a directory; create it if it is missing.
 
     Raises:
         InvalidArgumentError: It is a URL of another kind, or the address of a store.
@@ -288,13 +283,7 @@ class PushPlan:
 
 
 def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Collection[str]) -> PushPlan:
-    """Compare the files to push with those on the hub; read files of unknown hash if the sizes are equal.
-
-    Args:
-        contents: Path in the repo -> contents.
-        remote: The files on the hub.
-        stale: Paths to delete.
-    """
+    """Compare the files to push with those on the hub; read files of unknown hash if the sizes are equal."""
     adds: dict[str, ByteSource] = {}
     for path, content in contents.items():
         file = remote.files.get(path)
@@ -344,9 +333,7 @@ def stale_names(
     """Find files in a folder of the hub that belonged to the checkpoints to push, and no longer do.
 
     Args:
-        remote: Names in the folder.
-        local: Names to push.
-        variants: Variants of the checkpoints to push.
+        remote, local, variants: Names in the folder, names to push, and the variants of the checkpoints to push.
         owned: Files that the hub's indexes of these variants name, by any name.
     """
     names = set(remote)

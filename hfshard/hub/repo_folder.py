@@ -28,14 +28,8 @@ def open_by_ranges(
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint whose tensors are read straight into memory; nothing is written to disk.
 
-    Each tensor is compared with its own checksum, where the checkpoint has them (hfshard writes them).
-
-    Args:
-        repo_id: "org/name".
-        tree: The commit and its files.
-        query: Which checkpoint; its `files_of` selects the shards.
-        verify: "full" rejects files that have no checksum.
-        progress: Whether to show a bar on stderr. None: on a terminal.
+    Each tensor is compared with its own checksum, where the checkpoint has them (hfshard writes them); "full" rejects
+    files that have none. The query's `files_of` selects the shards.
 
     Raises:
         CheckpointNotFoundError, HubError: There is none, or the Hub refuses.

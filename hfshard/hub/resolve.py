@@ -133,13 +133,9 @@ def _small_files(files: CommitFiles, query: CheckpointQuery, known_missing: list
 
 
 def companion_files(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
-    """Find the companion files in the folder of a checkpoint: tokenizer, code, README.
+    """Find the companion files in the folder of a checkpoint, among all (path -> bytes): tokenizer, code, README.
 
     Of a training checkpoint, only the model is pulled, because the rest would be an incomplete training checkpoint.
-
-    Args:
-        files: Path in the repo -> size in bytes.
-        query: The checkpoint.
     """
     from huggingface_hub.utils import filter_repo_objects  # here, because it takes time to import
 
@@ -155,13 +151,9 @@ def companion_files(files: Mapping[str, int], query: CheckpointQuery) -> list[st
 
 
 def files_to_compare(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
-    """Find the files that are needed to check a signature: all that a load may read, of any size.
+    """Find the files that are needed to check a signature, among all (path -> bytes): those that a load may read.
 
     A file that is left out would not be compared, and the code that reads it would download it.
-
-    Args:
-        files: Path in the repo -> size in bytes.
-        query: The checkpoint.
     """
     below = "" if query.needs_code else query.path("")
     found = [
@@ -185,10 +177,7 @@ def warn_of_idle_patterns(files: Collection[str], query: CheckpointQuery) -> Non
 def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
     """Return whether a file is pulled along with the checkpoint: no weights, except those of a module further down.
 
-    Args:
-        path: Path in the folder.
-        size: Bytes.
-        is_asked: Whether patterns choose the files: then any may be pulled, except other weights of the checkpoint.
+    If patterns choose the files (`is_asked`), any may be pulled, except other weights of the checkpoint.
     """
     if any(part.lower() == ".git" for part in path.split("/")):
         return False  # git would obey what a stranger wrote there

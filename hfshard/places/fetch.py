@@ -54,16 +54,7 @@ def fetch_or_export(
 ) -> str:
     """Download a checkpoint from a hub, and check that it is complete.
 
-    Args:
-        repo_id: The argument of `pull_checkpoint`, as are verify, progress and overwrite.
-        local_dir: A plain directory; None: the files stay in the cache.
-        query: Selects the checkpoint, and how it is fetched; its `needs_companions` must be set.
-
-    Returns:
-        The directory of the checkpoint, as from `pull_checkpoint`.
-
-    Raises:
-        Everything that `pull_checkpoint` raises.
+    The arguments, the result and the errors are those of `pull_checkpoint`; the query's `needs_companions` must be set.
     """
     query.check_subfolder()
     target = None if local_dir is None else absolute_path(local_dir, "local_dir")
@@ -116,11 +107,6 @@ def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None
 
     One request returns the commit and its files; none is sent if the revision is a commit and the cache has all files.
     If the Hub can't be reached, the cached files of the revision are used if they are complete.
-
-    Args:
-        repo_id: "org/name".
-        query: Selects the checkpoint, and how much of it.
-        progress: Whether to show a bar on stderr. None: on a terminal.
 
     Raises:
         Everything that `pull_checkpoint` raises.

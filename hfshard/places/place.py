@@ -134,23 +134,13 @@ class SavePlace(CheckPlace, Protocol):
         """A text that is equal for two names of one place, with links resolved."""
 
     def files(self, subfolder: str = "", *, follow_links: bool = False) -> FilesOfPlace:
-        """Return all files below the place, or a folder of it, to be pushed or copied.
-
-        Args:
-            subfolder: The folder.
-            follow_links: Whether links may lead out of a directory.
-        """
+        """Return all files below the place, or a folder of it, to be pushed or copied."""
 
     def is_same(self, folder: Folder) -> bool:
         """Return whether a folder, such as that of a checkpoint to read, has the files directly in this place."""
 
     def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> AbstractContextManager[Transaction]:
-        """Begin a change of the place.
-
-        Args:
-            new: Everything that is saved except for the tensors.
-            writer: Writes the files.
-        """
+        """Begin a change of the place to a new checkpoint, whose files the writer writes."""
 
     def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
         """Begin to count the bytes that are written into some folders of the place, for the result of a push.

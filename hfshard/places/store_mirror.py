@@ -151,12 +151,7 @@ def _remove(directory: str, process: int) -> None:
 
 
 def locate_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[StoreFolder, str | None]:
-    """Find the folder of a checkpoint in a store, and the file of weights if the address names one.
-
-    Args:
-        text: The address.
-        query: Selects the checkpoint.
-        takes_files: Whether the address may be that of one file of weights, or of an index.
+    """Find the folder of a checkpoint in a store, and the file of weights if the address may be, and is, that of one.
 
     Raises:
         InvalidArgumentError: A store does not support the query.

@@ -101,13 +101,7 @@ def read_commit_manifest(root: str, commit: str) -> CommitManifest:
 
 
 def missing_manifest(root: str, commit: str, why: str) -> DamagedCheckpointError:
-    """Build the error for a commit whose manifest was lost.
-
-    Args:
-        root: The hub.
-        commit: Its id.
-        why: The reason that the commit is needed; "" if none is known.
-    """
+    """Build the error for a commit whose manifest was lost; `why` is the reason that it is needed, "" if unknown."""
     path = manifest_path(root, commit)
     needed = f", and {why}" if why else ""
     return DamagedCheckpointError(
@@ -477,11 +471,7 @@ def unfinished_commit(root: str) -> str | None:
 
 
 def reachable(root: str, named: dict[str, str]) -> set[str]:
-    """Find the commits that names lead to, directly or through parents, including deleted ones.
-
-    Args:
-        root: The hub.
-        named: Full name of a ref -> id.
+    """Find the commits that names lead to (full name -> id), directly or through parents, deleted ones included.
 
     Raises:
         DamagedCheckpointError: A manifest in a history is missing or can't be read, so that its parents are unknown.

@@ -434,14 +434,7 @@ def check_request(request: CommitRequest) -> None:
 def commit_changes(
     locked: HubWriter, request: CommitRequest, base: str, progress_callback: Callable[[int], object] | None
 ) -> PushResult:
-    """Make the commit; see `DirectoryHub.commit`.
-
-    Args:
-        locked: The writer of the hub, whose lock is held.
-        request: The changes.
-        base: The full name of the branch or pull request that must be at the request's parent.
-        progress_callback: Called with the size of every block of new contents.
-    """
+    """Make the commit on top of `base`, the full name of the branch or pull request; see `DirectoryHub.commit`."""
     root = locked.root
     parent = request.parent
     is_new_branch = _check_parent(root, base, parent)

@@ -181,11 +181,7 @@ class HubWriter:
         return free_bytes
 
     def drop_tombstones(self, reached: Collection[str]) -> None:
-        """Remove the records of deletions, except of commits that a history needs.
-
-        Args:
-            reached: The commits that names lead to, including deleted ones; no others are left.
-        """
+        """Remove the records of deletions, except of the commits that names reach; no others are left."""
         for commit in unreferenced_commits(self.root):
             unlink_if_exists(unnamed_path(self.root, commit))
         for commit in deleted_commits(self.root):
