@@ -119,8 +119,7 @@ def find_ownership(
     """Determine which files belong to a checkpoint, and to no other one.
 
     Args:
-        names: The checkpoint's file names.
-        listing: All files.
+        names, listing: The checkpoint's file names, and all files.
         override: The weights file that config.json names, if it exists.
         indexes: Every index by name; None for one that can't be read.
     """

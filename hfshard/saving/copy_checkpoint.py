@@ -36,15 +36,6 @@ def copy_all(
 ) -> PushResult:
     """Copy all checkpoints of a place into one without Hub commits: one save for each variant, and the other files.
 
-    Args:
-        files: The files of the place.
-        target: The target.
-        progress: Whether to show a bar.
-        allow_patterns, ignore_patterns: Globs that select the companion files.
-
-    Returns:
-        Information about what was sent; without a Hub commit.
-
     Raises:
         Everything that `reshard_checkpoint` raises.
     """
@@ -69,18 +60,9 @@ def copy_checkpoint(
     progress: bool | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Copy one checkpoint, and its companion files.
+    """Copy the checkpoint that a query selects, and its companion files; return the address of the target.
 
-    Args:
-        files: The files of the source.
-        target: Where to copy it.
-        query: Selects the checkpoint, and the other files.
-        verify: Level of the source's check; see `pull_checkpoint`.
-        progress: Whether to show a bar.
-        overwrite: Whether to replace files that don't belong to the checkpoint; see `pull_checkpoint`.
-
-    Returns:
-        The address of the target.
+    verify, progress and overwrite are as in `pull_checkpoint`.
 
     Raises:
         Everything that `reshard_checkpoint` raises.

@@ -198,13 +198,9 @@ def _with_companion_files(
 def request_of_parts(
     checkpoint: OpenCheckpoint, options: SaveOptions, address: str, *, follow_links: bool
 ) -> SaveRequest:
-    """Return what a save of weights in parts writes, and the files that go along.
+    """Return what a save of weights in parts writes to `address`, and the files that go along.
 
-    Args:
-        checkpoint: Open; it must stay open until it is saved.
-        options: How to save it.
-        address: The address of the target, for messages.
-        follow_links: As in `reshard_checkpoint`.
+    The checkpoint must stay open until it is saved.
     """
     folder = _folder_of_model(checkpoint, None)
     request = with_tensors(SaveRequest(options=options), checkpoint, folder)
@@ -250,12 +246,9 @@ _MetadataValue = TypeVar("_MetadataValue")
 
 
 def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, of_model: Folder | None) -> SaveRequest:
-    """Return a request with everything that a checkpoint contains, unchanged.
+    """Return a request with everything that a checkpoint contains, unchanged, and the configs in a folder.
 
-    Args:
-        request: Request with the options.
-        checkpoint: Open; it must stay open until it is saved.
-        of_model: The folder with its configs; None: they are left out.
+    The checkpoint must stay open until it is saved.
     """
     index = checkpoint.index
     tensors = raw_tensors(checkpoint)

@@ -49,8 +49,7 @@ def verify_signed_store(
     several at once.
 
     Args:
-        source: The checkpoint.
-        by: The required signer.
+        source, by: The checkpoint, and the required signer.
         verify: Checks the checkpoint without the signature.
         level: "full"; or "structure": weights are not read, only their records are compared.
         progress: Whether to show a bar.

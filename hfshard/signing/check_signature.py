@@ -350,16 +350,10 @@ class RequiredSignature:
         return place
 
     def find_in_store(self, folder: RangedFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
-        """Do what `find` does in a folder of a store.
-
-        Args:
-            folder: The folder, listed.
-            beside: The small files that a load reads.
-            has_code: Whether code of the checkpoint may be run.
+        """Do what `find` does in a folder of a store, which was listed; `beside` are the small files that a load reads.
 
         Raises:
-            SignatureError: There is no signature, or one by another signer; a file differs, is not signed, or is
-                missing.
+            SignatureError: As in `find`; or a file is not signed.
             InvalidArgumentError: Its digests are of another kind.
         """
         sizes = {name: folder.size(name) for name in folder.names()}
@@ -412,10 +406,8 @@ def with_signature(
     Shards whose recorded sha256 was compared with their bytes for the report are not read again.
 
     Args:
-        report: The report of the checkpoint there.
-        by: The required signer.
-        directory: The directory, including the subfolder.
-        subfolder: The end of that path; see `RequiredSignature.find`.
+        report, by: The report of the checkpoint there, and the required signer.
+        directory, subfolder: As in `RequiredSignature.find`.
         level: "full"; or "structure": weights are not read, only their records are compared.
         progress: Whether to show a bar.
     """
@@ -468,8 +460,7 @@ def with_compared(
     """Add to a report what the comparison with a signature found.
 
     Args:
-        report: The report without the signature.
-        by: The required signer.
+        report, by: The report without the signature, and the required signer.
         names: The signed files that exist.
         errors: The files that differ, are missing, or were added.
         left_out: The files that were left out of the signature on purpose.
@@ -495,13 +486,7 @@ def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> Ver
 
 
 def recorded_digests(manifest: SignedManifest, names: Collection[str], read: Callable[[str], bytes]) -> dict[str, str]:
-    """Collect the sha256 of shards from the indexes that are as they were signed.
-
-    Args:
-        manifest: The manifest of the signature.
-        names: Signed files that exist.
-        read: Reads a small one.
-    """
+    """Collect the sha256 of shards from the indexes, among existing signed files, that are as they were signed."""
     found: dict[str, str] = {}
     for name in filter(INDEX_FILE.fullmatch, names):
         raw = read(name)
@@ -617,13 +602,7 @@ class SignedObjects:
 
 
 def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], bytes], by: SignedBy) -> SignedManifest:
-    """Check the signature of a place in a store.
-
-    Args:
-        place: Its address.
-        sizes: Name of each file there -> bytes.
-        read: Reads the signature, given the maximum number of bytes.
-        by: The required signer.
+    """Check the signature of a place in a store with these files (name -> bytes); `read` gets the limit in bytes.
 
     Raises:
         SignatureError: There is no signature, or one by another signer.

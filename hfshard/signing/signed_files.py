@@ -62,11 +62,7 @@ def is_signable(name: str) -> bool:
 
 
 def list_files(directory: str, *, takes_debris: bool = False) -> SignableFiles:
-    """List the files below a directory that a signature covers.
-
-    Args:
-        directory: The directory to list.
-        takes_debris: Include the files of `TEMPORARY_NAMES`.
+    """List the files below a directory that a signature covers; and those of `TEMPORARY_NAMES`, if it takes debris.
 
     Raises:
         SignatureError: An entry is neither a file nor a link to one, or its name is not printable; or a folder can't be
@@ -109,12 +105,7 @@ def max_signature_bytes(files: int, total_bytes: int) -> int:
 def hash_files(
     directory: str, names: Collection[str], progress_callback: ProgressCallback | None = None
 ) -> dict[str, tuple[str, FileIdentity]]:
-    """Compute the sha256 of files, several at once.
-
-    Args:
-        directory: Their directory.
-        names: Paths in it.
-        progress_callback: Called with the number of bytes of each block.
+    """Compute the sha256 of files of a directory, several at once; the callback gets the number of bytes of each block.
 
     Returns:
         Path -> sha256 in hex, and the identity that tells the file from a replacement.

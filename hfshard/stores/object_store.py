@@ -198,13 +198,7 @@ class ObjectStore:
         return self._attempt(lambda: ask(request), name)
 
     def _attempt(self, action: Callable[[], T], name: str, note: Callable[[Failure], None] = lambda failure: None) -> T:
-        """Send a request, with retries.
-
-        Args:
-            action: The request.
-            name: The requested object or folder, for messages.
-            note: Called with each failure after which the request may have been carried out.
-        """
+        """Send a request, with retries; `note` gets each failure after which it may have been carried out."""
         retry = RequestRetry(self._connection.follower())
         while True:
             self._connection.check_process()
@@ -329,10 +323,8 @@ class Upload:
         """Begin the upload.
 
         Args:
-            connection: The bucket's connection.
-            key: The object's name in the bucket.
-            name: Its name below the store's prefix.
-            size: Its bytes.
+            connection, size: The bucket's connection, and the object's bytes.
+            key, name: The object's name in the bucket, and below the store's prefix.
             replaced: The object that it replaces.
             put_whole: Put it in one request.
             find: Look up the object of this name after a lost response.

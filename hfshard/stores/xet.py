@@ -231,8 +231,7 @@ class XetCommit:
         """Wait until this commit's memory is free, and begin.
 
         Args:
-            tokens: Tokens to write.
-            total_bytes: Bytes of all files that will be sent.
+            tokens, total_bytes: Tokens to write, and the bytes of all files that will be sent.
             at_once: Number of large files that will be sent at once; each takes its share of the memory.
             memory_bytes: Memory that all transfers may use; None: `store_memory_bytes`.
 
@@ -334,24 +333,13 @@ class XetReader:
     """Reader of one bucket's or repo's files."""
 
     def __init__(self, tokens: XetTokens) -> None:
-        """Open the reader without sending a request.
-
-        Args:
-            tokens: Tokens to read.
-        """
         self._tokens = tokens
         self._lock = threading.Lock()
         self._group: Any = None
         self._session: Any = None
 
     def read_into(self, file_hash: str, size: int, begin: int, target: memoryview) -> None:
-        """Fill memory with a file's bytes. Several threads can read at once.
-
-        Args:
-            file_hash: The hash by which the storage knows the file.
-            size: Bytes of the complete file.
-            begin: Position of the first byte to read.
-            target: Memory to fill completely.
+        """Fill memory with a file's bytes from `begin` on. Several threads can read at once.
 
         Raises:
             XetFailedError: The storage refused, has no such file, cannot be reached, or stopped responding.
