@@ -274,7 +274,7 @@ def plain_copies(small_files: Mapping[str, bytes], save_id: SaveId, entry: str) 
 
 
 def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bool] | None) -> bool:
-    """Delete what a newer save has replaced, and the unfinished uploads that `sweep` selects by name, if it is given.
+    """Delete objects that a newer save has replaced, and the unfinished uploads that `sweep`, if any, selects by name.
 
     Returns:
         Whether everything was deleted: if the store refuses or fails, this logs a warning.

@@ -87,12 +87,7 @@ class StoreState:
 
 
 def read_store_state(store: Store, names: WeightNames, folders: Collection[str] = ()) -> StoreState:
-    """Inspect a place in a store. Only listed objects are read.
-
-    Args:
-        store: Opened at the place.
-        names: The checkpoint's file names.
-        folders: Folders below the place into which the save puts files, too.
+    """Inspect a place in a store, and folders below it into which the save puts files. Only listed objects are read.
 
     Raises:
         SaveDirectoryError: It is a checkpoint of a run.
