@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -278,7 +277,7 @@ def upload_files(
 def _upload(
     store: Store,
     named: tuple[str, WriteJob],
-    cancelled: threading.Event,
+    cancelled: Event,
     *,
     checksum: str | None,
     progress_callback: ProgressCallback | None,

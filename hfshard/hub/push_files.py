@@ -358,7 +358,11 @@ def unindexed_weights(remote: Iterable[str], local: Collection[str], variants: I
 def plan_against(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
     """Plan the changes of a push to a hub that has `remote` at the branch."""
     folder, local = request.options.folder, set(request.contents)
-    there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
+    there = {
+        path.removeprefix(folder): path
+        for path in remote.files
+        if path.startswith(folder) and "/" not in path.removeprefix(folder)  # a checkpoint's weights are nowhere else
+    }
     owned, kept = _indexed(hub, request, remote, there)
     stale = stale_names(there, local, request.variants, owned - kept) - kept
     if request.find_stale is not None:
@@ -385,7 +389,8 @@ def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[st
                     owned |= _named_by(hub, there[index], remote.commit)
     if stale_names(there, local, request.variants, ()) or owned:
         for index in foreign_indexes(there, local, request.variants):
-            kept |= _named_by(hub, there[index], remote.commit, else_all=_shards_in(there))
+            shards = {name for name in there if SHARD.search(name)}  # of any checkpoint, which it could name
+            kept |= _named_by(hub, there[index], remote.commit, else_all=shards)
     return owned, kept
 
 
@@ -397,11 +402,6 @@ def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = (
     except HfshardError as error:
         logger.warning("'%s' on the hub cannot be read, so the files that it may name are kept: %s", path, error)
         return set(else_all)
-
-
-def _shards_in(names: Iterable[str]) -> set[str]:
-    """Select the shards of any checkpoint, which an index could name."""
-    return {name for name in names if SHARD.search(name)}
 
 
 def _card(hub: Hub, request: PushRequest, remote: RepoTree) -> dict[str, ByteSource]:
@@ -432,11 +432,6 @@ def reject_conflicting_push(
             path=repo_id,
             actual=now.commit,
         )
-
-
-def _is_in(path: str, folder: str) -> bool:
-    """Return whether a file is in the folder itself, where a checkpoint's weights are."""
-    return path.startswith(folder) and "/" not in path.removeprefix(folder)
 
 
 # Files to push from one place: checked, with the hashes of the save, and without leftovers.

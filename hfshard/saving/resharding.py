@@ -137,7 +137,8 @@ def reshard_source(
         request = SaveRequest(options=options)
         if beside is not None:
             options = replace(options, checksum=recorded_checksum(checkpoint))
-            request = SaveRequest(options=options, kept_files=names_by_file(checkpoint))
+            files = tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())  # of pickles, none
+            request = SaveRequest(options=options, kept_files=files)
         of_model = _folder_of_model(checkpoint, config)
         request = with_tensors(request, checkpoint, None if is_file and config is None else of_model)
         if floating is not None:
@@ -460,11 +461,6 @@ def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
         return dict(checkpoint.foreign.table.sizes)
     pickles = {name: file.identity[2] for name, file in checkpoint.pickles.items()}
     return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
-
-
-def names_by_file(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
-    """List the names in each safetensors file, in the order of the files and of the bytes in them; skip pickles."""
-    return tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())
 
 
 def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:

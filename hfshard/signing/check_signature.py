@@ -566,8 +566,8 @@ class SignedObjects:
         shards = checkpoint.shards
         with byte_progress("Verifying", sum(one.size for one in shards.values()), progress) as progress_callback:
             run_in_threads(
-                lambda name, cancelled: self._check_shard(
-                    name, shards[name], cancellable(progress_callback, cancelled)
+                lambda name, cancelled: self._compare(
+                    name, shards[name].checked_sha256(FileDigest(), cancellable(progress_callback, cancelled))
                 ),
                 sorted(shards, key=lambda name: -shards[name].size),
                 FILES_AT_ONCE,
@@ -592,9 +592,6 @@ class SignedObjects:
             name: self.folder.path_of(name).removeprefix(f"{self.folder.path}/") for name in self.manifest.digests
         }
         return SignedFolder(self.folder.path, self.manifest, objects=objects)
-
-    def _check_shard(self, name: str, shard: SafetensorsShard, progress_callback: ProgressCallback) -> None:
-        self._compare(name, shard.checked_sha256(FileDigest(), progress_callback))
 
     def _compare(self, name: str, sha256: str) -> None:
         if self.manifest.digests.get(name) != {name: sha256}:
