@@ -348,7 +348,14 @@ class CachedFiles:
 
 
 def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Download the files that a resolver finds into the cache, all of one commit, and what else the query asks for."""
+    """Download the files that a resolver finds into the cache, all of one commit, and what else the query asks for.
+
+    One request returns the commit and its files; none is sent if the revision is a commit and the cache has all files.
+    If the Hub can't be reached, the cached files of the revision are used if they are complete.
+
+    Raises:
+        Everything that `pull_checkpoint` raises.
+    """
     fetcher = Fetcher(repo_id, query, progress)
     if is_offline(query.local_files_only):
         return fetcher.from_cache(resolver)

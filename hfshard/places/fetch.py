@@ -36,9 +36,9 @@ from hfshard.errors import IntegrityError, SaveDirectoryError
 from hfshard.format.index import Verify
 from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.directory_hub import hub_named
-from hfshard.hub.download import Fetcher, fetch, is_offline
+from hfshard.hub.download import Fetcher, is_offline
 from hfshard.hub.pull_target import OwnFiles
-from hfshard.hub.resolve import ResolvedCheckpoint, companion_files, resolve_checkpoint, warn_of_idle_patterns
+from hfshard.hub.resolve import companion_files, resolve_checkpoint, warn_of_idle_patterns
 
 logger = logging.getLogger(__name__)
 
@@ -100,18 +100,6 @@ def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None)
             "Could not list the files of '%s': apart from the checkpoint, only cached files are available.", repo_id
         )
     return fetcher.cache.snapshot(resolved.commit)
-
-
-def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Download the files that a load needs into the cache, all of one commit.
-
-    One request returns the commit and its files; none is sent if the revision is a commit and the cache has all files.
-    If the Hub can't be reached, the cached files of the revision are used if they are complete.
-
-    Raises:
-        Everything that `pull_checkpoint` raises.
-    """
-    return fetch(repo_id, partial(resolve_checkpoint, query=query), query, progress)
 
 
 def _sizes_in(directory: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from hfshard._util.arguments import (
@@ -316,10 +317,11 @@ class HubPlace(Place):
 
     def fetch(self, query: CheckpointQuery, progress: bool | None, *, takes_files: bool = False) -> ResolvedSource:
         """Download the checkpoint into the cache."""
-        from hfshard.places.fetch import fetch_checkpoint  # imports huggingface_hub, which takes time
+        from hfshard.hub.download import fetch  # imports huggingface_hub, which takes time
+        from hfshard.hub.resolve import resolve_checkpoint
 
         with explain_missing_directory(self.address):
-            found = fetch_checkpoint(self.address, query, progress)
+            found = fetch(self.address, partial(resolve_checkpoint, query=query), query, progress)
         return ResolvedSource(found.directory, self.address, LocalFolder(found.directory), found.commit, query.revision)
 
 
