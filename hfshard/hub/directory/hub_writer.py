@@ -337,7 +337,7 @@ def move_directory(source: str, target: str) -> None:
         logger.warning(
             "'%s' cannot rename folders (%s): the snapshot is moved file by file.", os.path.dirname(target), error
         )
-    _move_files(source, target)
+    _move_files(source, target, is_new=True)
 
 
 def merge_tree(source: str, target: str) -> None:
@@ -346,14 +346,14 @@ def merge_tree(source: str, target: str) -> None:
         move_directory(source, target)
         sync_directory(os.path.dirname(target))
     else:
-        _move_files(source, target)
+        _move_files(source, target, is_new=False)
 
 
-def _move_files(source: str, target: str) -> None:
-    """Move the files that the target lacks, durably."""
+def _move_files(source: str, target: str, *, is_new: bool) -> None:
+    """Move the files that the target lacks, durably; a new one must not exist, not even as a link."""
     for base, _, files in os.walk(source):
         into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
-        os.makedirs(into, exist_ok=True)
+        os.makedirs(into, exist_ok=not is_new)
         for name in files:
             if not os.path.lexists(os.path.join(into, name)):
                 rename(os.path.join(base, name), os.path.join(into, name))
