@@ -126,15 +126,17 @@ def push_to_place(
     """Do what `push_checkpoint` does, with its options as one object."""
     source = place_to_save(directory, "directory")
     target = place_to_push(repo_id)
-    if _is_in_parts(source):
-        return _push_parts(source, target, options, allow_patterns, ignore_patterns)
+    below = None if target.has_revisions else _place_below(target, options)
     patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-    if not target.has_revisions:
-        _reject_commits(options, target.address)
-        below = place_to_save(f"{target.address}/{options.folder}".rstrip("/"), "repo_id")
-        files = source.files(follow_links=options.follow_links)
+    if _is_in_parts(source):
+        parts = CheckpointSource(source.address)
+        if below is None:
+            return push_parts(parts, target.address, options, **patterns)
+        return _copy_parts(parts, below, options)
+    files = source.files(follow_links=options.follow_links)
+    if below is not None:
         return copy_all(files, below, options.progress, **patterns)
-    found = collect_push_contents(source.files(follow_links=options.follow_links), **patterns)
+    found = collect_push_contents(files, **patterns)
     if not source.is_read_from_disk:
         found = without_marks(found)
     request = PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options)
@@ -152,29 +154,16 @@ def _is_in_parts(source: SavePlace) -> bool:
         return False
 
 
-def _push_parts(
-    source: SavePlace,
-    target: Place,
-    options: PushOptions,
-    allow_patterns: list[str] | str | None,
-    ignore_patterns: list[str] | str | None,
-) -> PushResult:
-    """Push what another framework saved in parts as the safetensors files of `hfshard convert`."""
-    parts = CheckpointSource(source.address)
-    if target.has_revisions:
-        return push_parts(
-            parts, target.address, options, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-        )
-    _reject_commits(options, target.address)
-    below = place_to_save(f"{target.address}/{options.folder}".rstrip("/"), "repo_id")
-    count_sent = below.count_sent({""})
-    reshard_source(parts, below, SaveOptions(progress=options.progress), follow_links=options.follow_links)
+def _copy_parts(parts: CheckpointSource, target: SavePlace, options: PushOptions) -> PushResult:
+    """Copy what another framework saved in parts as the safetensors files of `hfshard convert`."""
+    count_sent = target.count_sent({""})
+    reshard_source(parts, target, SaveOptions(progress=options.progress), follow_links=options.follow_links)
     sent = count_sent()
-    return PushResult("", below.address, is_new=sent is not None, sent_bytes=sent or 0)
+    return PushResult("", target.address, is_new=sent is not None, sent_bytes=sent or 0)
 
 
-def _reject_commits(options: PushOptions, address: str) -> None:
-    """Reject options that only a hub has."""
+def _place_below(target: Place, options: PushOptions) -> SavePlace:
+    """Return the folder in a place without commits, and reject options that only a hub has."""
     given = {
         "revision": options.revision,
         "create_pr": options.create_pr,
@@ -187,7 +176,8 @@ def _reject_commits(options: PushOptions, address: str) -> None:
     for name, value in given.items():
         if value not in (None, False, ""):
             raise InvalidArgumentError(
-                f"{name} is for a hub: '{address}' is in a store, which has no commits, and is accessed with "
+                f"{name} is for a hub: '{target.address}' is in a store, which has no commits, and is accessed with "
                 "its service's own settings. Leave it out.",
-                path=address,
+                path=target.address,
             )
+    return place_to_save(f"{target.address}/{options.folder}".rstrip("/"), "repo_id")

@@ -12,13 +12,14 @@ from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import CheckpointQuery, adapter_weights
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
+from hfshard.constants import TRAINING_FILES
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.places.place import CheckPlace, place_to_check
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature
 from hfshard.signing.signer import SignedBy
-from hfshard.training.run.find_checkpoint import Level, is_checkpoint, is_run, report_of, reports_of_run
+from hfshard.training.run.find_checkpoint import Level, is_run, report_of, reports_of_run
 
 
 @wraps_os_errors("path")
@@ -78,9 +79,10 @@ def verify_checkpoint(
     run = _folder_of_run(place, subfolder) if variant is None else None
     if run is not None:
         root = run.path.rstrip("/") or "/"
-        if is_checkpoint(run):
+        if run.has_any(TRAINING_FILES):
             return _verify_step(place, root, subfolder, level, signed_by, progress)
-        if is_run(run):
+        folders = run.folders()
+        if folders and is_run(run, folders):
             return _verify_run(place, root, subfolder, level, signed_by, progress)
     return _verify_signed(place, query, level, signed_by, progress)
 

@@ -15,6 +15,7 @@ import torch
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
+from tests.saving.helpers import flip
 
 
 def saved(directory: Path, checksum: str = "sha256") -> list[Path]:
@@ -22,12 +23,6 @@ def saved(directory: Path, checksum: str = "sha256") -> list[Path]:
     tensors = {f"t{i:02d}": torch.full((1000 * (i + 1),), float(i)) for i in range(12)}
     hfshard.save_state_dict(tensors, directory, max_shard_size=1, checksum=checksum)  # type: ignore[arg-type]
     return sorted(directory.glob("*.safetensors"))
-
-
-def flip_last_bit(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
 
 
 def test_the_root_of_the_file_system_is_a_directory_like_any_other() -> None:
@@ -39,7 +34,7 @@ def test_the_root_of_the_file_system_is_a_directory_like_any_other() -> None:
 def test_damage_in_several_files_is_reported_in_their_order(checksum: str, tmp_path: Path) -> None:
     shards = saved(tmp_path, checksum)
     for number in (1, 4, 11):
-        flip_last_bit(shards[number])
+        flip(shards[number], -1)
     shards[7].unlink()
     report = hfshard.verify_checkpoint(tmp_path)
     assert [(problem.file, problem.tensor) for problem in report.problems] == [
@@ -65,7 +60,7 @@ def test_every_byte_of_a_whole_checkpoint_is_checked_and_no_thread_is_left(tmp_p
 
 def test_a_load_in_full_names_a_damaged_file_of_many(tmp_path: Path) -> None:
     shards = saved(tmp_path)
-    flip_last_bit(shards[5])
+    flip(shards[5], -1)
     with pytest.raises(hfshard.HfshardError, match=rf"{shards[5].name}.*tensor 't05'"):
         hfshard.load_state_dict(tmp_path, verify="full")
 
@@ -86,7 +81,7 @@ def test_bytes_are_read_once_and_those_of_a_damaged_file_once_more(tmp_path: Pat
     tensors = {f"t{number}": torch.full((2**20,), float(number)) for number in range(4)}
     hfshard.save_state_dict(tensors, tmp_path, max_shard_size=1)  # four files of 4 MiB
     assert 4 * 2**22 < bytes_read_to_verify(tmp_path) < 4 * 2**22 + 2**18
-    flip_last_bit(tmp_path / "model-00002-of-00004.safetensors")
+    flip(tmp_path / "model-00002-of-00004.safetensors", -1)
     assert 5 * 2**22 < bytes_read_to_verify(tmp_path) < 5 * 2**22 + 2**18
 
 
@@ -188,7 +183,7 @@ def test_a_run_is_checked_with_every_file_of_each_checkpoint(tmp_path: Path) -> 
 def test_damage_in_a_run_is_in_the_report_of_the_run_and_of_its_checkpoint(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run")
     damaged = root / "checkpoint-00000020" / "optimizer.safetensors"
-    flip_last_bit(damaged)
+    flip(damaged, -1)
     (root / "checkpoint-00000010" / "checkpoint.json").unlink()
 
     report = hfshard.verify_checkpoint(root)

@@ -27,15 +27,10 @@ from hfshard.format.index import CheckpointIndex, sha256_of, with_weights_overri
 
 
 def plan_commit(old: DirectoryState, new: StagedCheckpoint, plan: CommitPlan | None = None) -> CommitPlan:
-    """Plan the commit of a new checkpoint over the existing files of the directory.
+    """Plan the commit of a new checkpoint over the existing files of the directory, as it is after the steps of `plan`.
 
     A pure function: it uses only its arguments, except for the files in folders (see `has`) and the names in a
-    single file (see `single_keys`).
-
-    Args:
-        old: The directory, after the steps of `plan`.
-        new: The new checkpoint.
-        plan: Steps to begin with; the others are added to it.
+    single file (see `single_keys`). The steps are added to `plan`, if there is one.
     """
     plan = CommitPlan() if plan is None else plan
     if not old.has_weights:

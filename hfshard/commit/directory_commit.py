@@ -418,10 +418,7 @@ def clear_staging(directory: str) -> None:
 def directory_transaction(directory: str, new: NewCheckpoint, writer: ShardWriter) -> Iterator[DirectoryTransaction]:
     """Lock a directory for a save, and undo what was not committed at the end of the block.
 
-    Args:
-        directory: Absolute; created if it is missing, with its parents.
-        new: Everything that is saved except for the tensors.
-        writer: Writes the files of weights.
+    The directory's path is absolute; it is created if it is missing, with its parents.
 
     Raises:
         DamagedCheckpointError: config.json is damaged, and this save keeps it.
@@ -592,11 +589,9 @@ class Rollback:
         self._linked: list[str] = []
 
     def prepare(self, steps: Sequence[CommitStep], unflushed: FlushBatch) -> None:
-        """Prepare to roll steps back.
+        """Prepare to roll back all steps that may have to be; the files that they move into place are staged.
 
-        Args:
-            steps: All steps that may have to be; the files that they move into place are in the staging directory.
-            unflushed: Gets the copies, which must be durable before the first step.
+        The copies that this adds to `unflushed` must be durable before the first step.
 
         Raises:
             OSError: A file that a step replaces could not be copied.
@@ -744,12 +739,7 @@ class SignatureTracker:
         self._before = self._identities() if self._has_signature else {}
 
     def after_save(self, recorded: Callable[[], Mapping[str, FileDigest]], *, is_removed: bool) -> None:
-        """Warn if the signature is stale.
-
-        Args:
-            recorded: Returns the digests that the index there records.
-            is_removed: Remove the signature instead.
-        """
+        """Warn if the signature is stale, given what the index there records; or remove it."""
         path = os.path.join(self._directory, SIGNATURE_NAME)
         now = self._identities() if self._has_signature else {}
         if (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,8 +23,10 @@ from hfshard.errors import HfshardError, SaveDirectoryError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import own_saves, save_in_name
-from hfshard.format.strict_json import dump_json, parse_json_object
+from hfshard.format.strict_json import dump_json, json_object_or_none, parse_json_object
 from hfshard.shards.shard_file import SafetensorsFile
+
+_Contents = TypeVar("_Contents")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,6 @@ class DirectoryState:
     strays: frozenset[str]
     """Shards with the exact name of a stock save that no index names, as a killed stock save leaves them. They may also
     be the remains of a download; so they stay until a save has committed, and are removed then, as by a stock save."""
-
-    @property
-    def files(self) -> Collection[str]:
-        """All files directly in the directory."""
-        return self.listing
 
     @property
     def has_single(self) -> bool:
@@ -98,7 +94,7 @@ class DirectoryState:
 
     def single_keys(self) -> list[str]:
         """List the tensor names in `model.safetensors`; empty if it is damaged or missing."""
-        return _keys_of(self.directory, self.names.single)
+        return _read_shard(self.directory, self.names.single, lambda shard: list(shard.header.tensors)) or []
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +119,7 @@ def find_ownership(
     """Determine which files belong to a checkpoint, and to no other one.
 
     Args:
-        names: The checkpoint's file names.
-        listing: All files.
+        names, listing: The checkpoint's file names, and all files.
         override: The weights file that config.json names, if it exists.
         indexes: Every index by name; None for one that can't be read.
     """
@@ -192,7 +187,9 @@ def _find_leftovers(
         shards = [
             name
             for name in candidates
-            if name in noted or names.is_renamed_shard(name) or _written_by_hfshard(directory, name)
+            if name in noted
+            or names.is_renamed_shard(name)
+            or _read_shard(directory, name, lambda shard: shard.written_by_hfshard)
         ]
     # The placeholder goes last: while it exists, huggingface_hub does not take a lone shard for a whole checkpoint.
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
@@ -213,7 +210,7 @@ def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes
     raw = none_if_damaged(lambda: read_small(path, directory, MAX_CONFIG_BYTES)[0])
     if raw is None and not os.path.exists(path):  # a link to nothing, which is replaced
         return None, None
-    if raw is None or _parsed(raw) is None:
+    if raw is None or json_object_or_none(raw) is None:
         return b"", None
     override = weights_override_of(raw)
     return raw, override if override in listing else None
@@ -221,17 +218,9 @@ def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes
 
 def weights_override_of(config: bytes) -> str | None:
     """Parse the file name in `transformers_weights` of a config.json's bytes; None if there is none, or no JSON."""
-    value = _parsed(config) or {}
+    value = json_object_or_none(config) or {}
     name = value.get(WEIGHTS_OVERRIDE_KEY)
     return name if isinstance(name, str) else None
-
-
-def _parsed(config: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(config)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _read_index(directory: str, name: str) -> CheckpointIndex | None:
@@ -249,20 +238,15 @@ def _references(index: CheckpointIndex | None) -> frozenset[str]:
     return frozenset(files)
 
 
-def _written_by_hfshard(directory: str, name: str) -> bool:
+def _read_shard(directory: str, name: str, read: Callable[[SafetensorsFile], _Contents]) -> _Contents | None:
+    """Open a shard to read something of it; None if it is damaged or missing."""
     shard = none_if_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
     if shard is None:
-        return False
-    shard.close()
-    return shard.written_by_hfshard
-
-
-def _keys_of(directory: str, name: str) -> list[str]:
-    shard = none_if_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
-    if shard is None:
-        return []
-    shard.close()
-    return list(shard.header.tensors)
+        return None
+    try:
+        return read(shard)
+    finally:
+        shard.close()
 
 
 def _union(sets: Iterable[frozenset[str]]) -> set[str]:
@@ -276,8 +260,6 @@ def _at(directory: str, name: str) -> str:
 
 # Damaged files, as opposed to files that the disk fails to read.
 
-
-_Contents = TypeVar("_Contents")
 
 _NOTHING_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors of `open` for a missing file, and for a broken link."""
@@ -319,7 +301,7 @@ def note_pending_deletes(directory: str, shards: Mapping[str, str]) -> None:
     notes = {
         name: {"after": source, "fingerprint": fingerprint}
         for name, source in sorted(shards.items())
-        if (fingerprint := _fingerprint(directory, name)) is not None
+        if (fingerprint := _read_shard(directory, name, SafetensorsFile.fingerprint)) is not None
     }
     if notes:
         staging = os.path.join(directory, STAGING_DIRECTORY)
@@ -337,31 +319,26 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
     if not os.path.lexists(path):
         return frozenset()
 
+    notes = read_note(path, directory)
+    known = {name: note for name, note in notes.items() if names.is_shard(name) and name in listing}
+    return frozenset(name for name, note in known.items() if _may_be_deleted(directory, name, note))
+
+
+def read_note(path: str, directory: str) -> dict[str, Any]:
+    """Read a note about files to delete; empty if there is none, or it is damaged, so that nothing is deleted."""
+
     def read() -> dict[str, Any]:
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
         return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
 
-    notes = none_if_damaged(read) or {}  # if its contents are unknown, nothing is deleted
-    known = {name: note for name, note in notes.items() if names.is_shard(name) and name in listing}
-    return frozenset(name for name, note in known.items() if _may_be_deleted(directory, name, note))
+    return none_if_damaged(read) or {}
 
 
 def _may_be_deleted(directory: str, name: str, note: Any) -> bool:
     if not (isinstance(note, dict) and all(isinstance(note.get(key), str) for key in ("after", "fingerprint"))):
         return False
     is_staged = os.path.lexists(os.path.join(directory, STAGING_DIRECTORY, os.path.basename(note["after"])))
-    return not is_staged and _fingerprint(directory, name) == note["fingerprint"]
-
-
-def _fingerprint(directory: str, name: str) -> str | None:
-    """Read the fingerprint of a shard; None if it is not a safetensors file."""
-    shard = none_if_damaged(lambda: SafetensorsFile(os.path.join(directory, name), directory))
-    if shard is None:
-        return None
-    try:
-        return shard.fingerprint()
-    finally:
-        shard.close()
+    return not is_staged and _read_shard(directory, name, SafetensorsFile.fingerprint) == note["fingerprint"]
 
 
 # Directory hubs, into which only a push writes.

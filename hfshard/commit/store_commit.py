@@ -102,11 +102,7 @@ class SaveObjects:
         return {file: replace(job, path=str(address.joined(name(file)))) for file, job in jobs.items()}
 
     def copy_unchanged(self, same: Mapping[str, FileDigest]) -> None:
-        """Copy on the server the shards whose bytes did not change; those that cannot be copied are left to `send`.
-
-        Args:
-            same: Usual name -> digest, from `find_unchanged`.
-        """
+        """Copy on the server what `find_unchanged` has found; those that cannot be copied are left to `send`."""
         below = f"{self.folder}/" if self.folder else ""
 
         def copy(name: str) -> FileDigest | None:
@@ -125,16 +121,7 @@ class SaveObjects:
     def find_unchanged(
         self, jobs: Mapping[str, WriteJob], writer: ShardWriter, checksum: str | None
     ) -> dict[str, FileDigest]:
-        """Find the shards whose bytes did not change.
-
-        Args:
-            jobs: Usual name -> contents, of all shards.
-            writer: Compares them.
-            checksum: A key of `HASHERS`; None: nothing can be compared.
-
-        Returns:
-            Usual name -> digest.
-        """
+        """Find the shards whose bytes did not change: usual name -> digest. Without checksums, none can be compared."""
         if checksum is None or not self.known:
             return {}
         recorded = {one.digest.tensor_digests for one in self.known.values()}
@@ -177,11 +164,7 @@ class SaveObjects:
         self._objects |= {name: StoredObjectRecord(one.size, one.etag) for name, one in zip(large, put, strict=True)}
 
     def contents(self, replaced: Mapping[str, str]) -> StoredSave:
-        """Return the contents of the index, once all shards and small files are in the store.
-
-        Args:
-            replaced: Name -> sha256 of the plain objects that are replaced; see `StoredSave`.
-        """
+        """Return the contents of the index, once all shards and small files are in the store."""
         shards = {name: StoredObjectRecord(one.size or 0, one.etag or "") for name, one in self.digests.items()}
         return StoredSave(
             save_id=self.save_id,
@@ -244,10 +227,7 @@ def overtaken(store: Store) -> RemoteChangedError:
 def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, StoredObject]) -> None:
     """Put the plain copies of a save's small files, for other tools; copies that are right already are left alone.
 
-    Args:
-        store: Opened at the folder.
-        copies: Name -> contents; the last one names the save's objects, and is put last.
-        found: The listed objects.
+    The last one names the save's objects, and is put last.
     """
     changed = [name for name, raw in copies.items() if not has_bytes(store, found.get(name), raw)]
     entries = changed[-1:] if changed[-1:] == list(copies)[-1:] else []
@@ -263,13 +243,7 @@ def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, St
 def settle_copies(
     store: Store, entry: str, save_id: SaveId, copies_of: CopiesOf
 ) -> tuple[dict[str, StoredObject], SaveId]:
-    """List again, and put the plain copies of the highest save as long as others were put last.
-
-    Args:
-        store: Opened at the folder.
-        entry: Usual name of the index.
-        save_id: The save whose copies were put last.
-        copies_of: Builds the copies of a save.
+    """List again, and put the plain copies of the highest save as long as others than those of `save_id` were put last.
 
     Returns:
         The last listing, and the highest save in it.
@@ -300,15 +274,10 @@ def plain_copies(small_files: Mapping[str, bytes], save_id: SaveId, entry: str) 
 
 
 def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bool] | None) -> bool:
-    """Delete what a newer save has replaced; if the store refuses or fails, log a warning.
-
-    Args:
-        store: Opened at the folder.
-        names: Names of objects.
-        sweep: Selects by name the unfinished uploads to delete, too; None: none are looked for.
+    """Delete objects that a newer save has replaced, and the unfinished uploads that `sweep`, if any, selects by name.
 
     Returns:
-        Whether everything was deleted.
+        Whether everything was deleted: if the store refuses or fails, this logs a warning.
     """
     try:
         if names:
@@ -374,11 +343,7 @@ _TRIES: Final = 5
 def store_transaction(store: Store, new: NewCheckpoint, writer: ShardWriter) -> Iterator[StoreTransaction]:
     """Inspect a place in a store for a save. Nothing is written to disk; the next save deletes what a failed one sent.
 
-    Args:
-        store: Opened at the place.
-        new: Everything that is saved except for the tensors. `hides_single` does not matter: a checkpoint in a store
-            has an index.
-        writer: Sends the shards.
+    `hides_single` does not matter: a checkpoint in a store has an index.
 
     Raises:
         SaveDirectoryError: It is a checkpoint of a run.

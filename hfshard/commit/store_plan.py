@@ -74,11 +74,7 @@ class StoreState:
         return {} if self.save is None or self.index is None else known_shards(self.save, self.index.files, self.found)
 
     def kept_files(self, own: Collection[str]) -> dict[str, bytes]:
-        """Return the small files of the newest save that a new save keeps, with a user's edits.
-
-        Args:
-            own: Names of the new save's own small files.
-        """
+        """Return the newest save's small files that a new save with its `own` ones keeps, with a user's edits."""
         if self.save is None:
             return {}
         kept = (self.save.small_files.keys() | self.save.large_files) - {self.names.index} - set(own)
@@ -91,12 +87,7 @@ class StoreState:
 
 
 def read_store_state(store: Store, names: WeightNames, folders: Collection[str] = ()) -> StoreState:
-    """Inspect a place in a store. Only listed objects are read.
-
-    Args:
-        store: Opened at the place.
-        names: The checkpoint's file names.
-        folders: Folders below the place into which the save puts files, too.
+    """Inspect a place in a store, and folders below it into which the save puts files. Only listed objects are read.
 
     Raises:
         SaveDirectoryError: It is a checkpoint of a run.
@@ -130,9 +121,7 @@ def known_shards(
     """Return the shards of a save that can be copied, by fingerprint: those that have their recorded ETag and size.
 
     Args:
-        save: The save.
-        digests: The digests of its files.
-        found: Name -> object that was listed.
+        save, digests, found: The save, the digests of its files, and name -> object that was listed.
         folder: The folder of these names, as the store names it.
     """
     known = {}
@@ -152,12 +141,7 @@ def next_id(found: Collection[str]) -> SaveId:
 
 
 def highest_index(found: Collection[str], entry: str) -> SaveId | None:
-    """Return the save with the highest index.
-
-    Args:
-        found: Names of objects.
-        entry: The usual name of the index.
-    """
+    """Return the save with the highest index among the names of objects; `entry` is the index's usual name."""
     splits = (split_object_name(name) for name in found)
     return max((split[1] for split in splits if split is not None and split[0] == entry), default=None)
 
@@ -231,13 +215,8 @@ def read_save(store: Store, found: StoredObject, save_id: SaveId) -> StoredSave:
 def read_object(store: Store, found: StoredObject, limit: int) -> bytes:
     """Read a small object, unless this process has put or read it before.
 
-    Args:
-        store: Opened at the place.
-        found: The object as it was listed.
-        limit: The most bytes that an object of its kind has; a larger one is not brought into memory.
-
     Raises:
-        DamagedCheckpointError: It is larger.
+        DamagedCheckpointError: It is larger than `limit`, and is not brought into memory.
         CheckpointChangedError: It was replaced or deleted.
     """
     if found.size > limit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -135,7 +134,16 @@ class ShardWriter(Protocol):
         """Compute the fingerprints of the files that `write` would write for these jobs, in order; write nothing."""
 
     def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-        """Hard-link the files that are on disk already, as `link_unchanged` does; those in a store are kept."""
+        """Hard-link the files that are on disk already, byte for byte; those in a store are kept.
+
+        Args:
+            jobs: The files to write.
+            known: Fingerprint -> a file that may have the same bytes.
+            checksum: A key of `HASHERS`.
+
+        Returns:
+            For each job the digest of the file that was linked; None: it must be written.
+        """
 
     def write(
         self,
@@ -169,7 +177,12 @@ class OwnShardWriter:
 
     def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
         """Compare several files at once, in threads."""
-        return link_unchanged(jobs, known, checksum)
+
+        def link_one(job: WriteJob, stop: Event) -> FileDigest | None:
+            file = known.get(fingerprint_of_job(job, checksum))
+            return None if file is None else link_if_same(job, file, checksum, stop)
+
+        return run_in_threads(link_one, jobs, FILES_AT_ONCE)
 
     def write(
         self,
@@ -205,35 +218,10 @@ class KnownFile:
     """The file's record: its size, a checksum and the fingerprint, not the digests of its tensors."""
 
 
-def link_unchanged(jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-    """Hard-link the files that are on disk already, byte for byte.
-
-    Args:
-        jobs: The files to write.
-        known: Fingerprint -> a file that may have the same bytes.
-        checksum: A key of `HASHERS`.
-
-    Returns:
-        For each job the digest of the file that was linked; None: it must be written.
-    """
-    return run_in_threads(partial(_link_one, known=known, checksum=checksum), jobs, FILES_AT_ONCE)
-
-
-def _link_one(job: WriteJob, stop: Event, *, known: Mapping[str, KnownFile], checksum: str) -> FileDigest | None:
-    file = known.get(fingerprint_of_job(job, checksum))
-    return None if file is None else link_if_same(job, file, checksum, stop)
-
-
 def link_if_same(job: WriteJob, file: KnownFile, checksum: str, stop: Event) -> FileDigest | None:
-    """Hard-link one file, if it has exactly the bytes of the job.
+    """Hard-link a file of the same fingerprint if it has exactly the bytes of the job. All of these are read anyway.
 
-    All bytes of the job are read either way.
-
-    Args:
-        job: The file to write.
-        file: Of the same fingerprint.
-        checksum: A key of `HASHERS`.
-        stop: When it is set, this raises.
+    Raises InterruptedError when `stop` is set.
 
     Returns:
         The digest; None if the bytes differ, or the file on disk is damaged, is a link, or cannot be hard-linked.
@@ -289,7 +277,7 @@ def upload_files(
 def _upload(
     store: Store,
     named: tuple[str, WriteJob],
-    cancelled: threading.Event,
+    cancelled: Event,
     *,
     checksum: str | None,
     progress_callback: ProgressCallback | None,

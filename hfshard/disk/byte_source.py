@@ -86,6 +86,12 @@ def file_source(path: str, sha256: str | None = None) -> FileSource:
     return FileSource(path, os.stat(path).st_size, sha256)
 
 
+def read_all(content: ByteSource) -> bytes:
+    """Return the bytes of a small file."""
+    with content.open() as reader:
+        return reader.read()
+
+
 def sha256_of_source(content: ByteSource, cancelled: threading.Event | None = None) -> str:
     """Return the sha256 in hex: the known one, or else computed by reading everything once.
 

@@ -14,6 +14,15 @@ PassOver = Callable[[HfshardError], object]
 """A function that gets the error for a harmless flaw of a checkpoint, and raises or records it."""
 
 
+def json_object_or_none(raw: bytes) -> dict[str, Any] | None:
+    """Parse a JSON object whose defects another reader reports; None if it is not one."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 class _DoubledKey(ValueError):
     """An object has a key twice."""
 

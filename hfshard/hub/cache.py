@@ -19,11 +19,10 @@ from huggingface_hub.utils import WeakFileLock
 from hfshard._util.arguments import absolute_directory
 from hfshard.disk.fsops import sync_directory
 from hfshard.errors import HubError, UnsafePathError
-from hfshard.hub.repo import RemoteFile, is_plain_path
+from hfshard.hub.repo import RemoteFile, is_commit_id, is_plain_path
 
 logger = logging.getLogger(__name__)
 
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _ETAG: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """A git hash (sha1), or a sha256."""
 
@@ -39,11 +38,6 @@ _TAG: Final = (
 )
 
 
-def is_commit(revision: str | None) -> bool:
-    """Return whether a revision is a commit's full hash, so that what it names never changes."""
-    return revision is not None and _COMMIT.fullmatch(revision) is not None
-
-
 class RepoCache:
     """One repo's folder in the cache.
 
@@ -52,12 +46,6 @@ class RepoCache:
     """
 
     def __init__(self, repo_id: str, cache_dir: str | os.PathLike[str] | None = None) -> None:
-        """Read and write nothing yet.
-
-        Args:
-            repo_id: "org/name".
-            cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
-        """
         self.root = absolute_directory(cache_dir or constants.HF_HUB_CACHE, "cache_dir")
         self._name = constants.REPO_ID_SEPARATOR.join(["models", *repo_id.split("/")])
         self.folder = os.path.join(self.root, self._name)
@@ -65,7 +53,7 @@ class RepoCache:
     def commit_of(self, revision: str | None) -> str | None:
         """Return the commit that a revision was at when it was last pulled; None if it never was."""
         revision = revision or constants.DEFAULT_REVISION
-        if is_commit(revision):
+        if is_commit_id(revision):
             return revision
         if not is_plain_path(revision):
             return None
@@ -74,7 +62,7 @@ class RepoCache:
                 commit = file.read().strip()
         except OSError:
             return None
-        return commit if is_commit(commit) else None
+        return commit if is_commit_id(commit) else None
 
     def remember(self, revision: str | None, commit: str) -> None:
         """Record a revision's commit atomically; a cache that is not writable stays as it is."""
@@ -93,7 +81,7 @@ class RepoCache:
 
     def snapshot(self, commit: str, path: str = "") -> str:
         """Return the path of a commit's file, whether it exists or not."""
-        if not is_commit(commit) or (path and not is_plain_path(path)):
+        if not is_commit_id(commit) or (path and not is_plain_path(path)):
             raise UnsafePathError(
                 f"The Hub lists the file {path[:200]!r} in commit {commit[:200]!r}, which would be outside the "
                 "cache. Do not load this repo.",
@@ -119,11 +107,11 @@ class RepoCache:
 
     def holds(self, commit: str, path: str, file: RemoteFile) -> bool:
         """Return whether a commit's file is cached, with the size that the Hub lists."""
-        return _size_of(self.snapshot(commit, path)) == file.size
+        return size_on_disk(self.snapshot(commit, path)) == file.size
 
     def has_blob(self, file: RemoteFile) -> bool:
         """Return whether a file's contents are cached, from any commit."""
-        return _size_of(self.blob(file)) == file.size
+        return size_on_disk(self.blob(file)) == file.size
 
     def blob(self, file: RemoteFile) -> str:
         """Return the path of a file's contents, whether they exist or not.
@@ -166,9 +154,7 @@ class RepoCache:
         """Link a commit's file to its contents; where links are not supported, move or copy the contents.
 
         Args:
-            commit: Its full hash.
-            path: In the repo.
-            file: Its contents are in the cache.
+            commit, path, file: The commit's full hash, a path in it, and the file, whose contents are in the cache.
             is_new: Whether they were just downloaded, and this is the last file that uses them.
         """
         target, blob = self.snapshot(commit, path), self.blob(file)
@@ -195,7 +181,8 @@ class RepoCache:
         return os.path.join(self.folder, ".no_exist", commit, *path.split("/"))
 
 
-def _size_of(path: str) -> int | None:
+def size_on_disk(path: str) -> int | None:
+    """Return the bytes of a file; None if there is none."""
     try:
         return os.stat(path).st_size
     except OSError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import threading
@@ -28,9 +27,9 @@ from hfshard.errors import (
     NotEnoughSpaceError,
 )
 from hfshard.format.parts_of_ranks import describe_parts
-from hfshard.hub.cache import RepoCache, is_commit
+from hfshard.hub.cache import RepoCache, size_on_disk
 from hfshard.hub.http import DOWNLOAD_ATTEMPTS, HubReader, translate_hub_errors, tree_of
-from hfshard.hub.repo import RemoteFile, RepoTree
+from hfshard.hub.repo import RemoteFile, RepoTree, is_commit_id
 from hfshard.hub.resolve import (
     ResolvedCheckpoint,
     Resolver,
@@ -57,9 +56,7 @@ def download(
     """Download files into the cache; contents that it has already are only linked.
 
     Args:
-        reader: The reader of the commit's files.
-        cache: The repo's cache.
-        paths: Paths in the repo.
+        reader, cache, paths: The reader of the commit's files, the repo's cache, and paths in the repo.
         force: Download even what the cache has.
         progress_callback: Called from any thread with counts of bytes that are done; in all, `bytes_to_download`.
 
@@ -134,7 +131,7 @@ class _Downloader:
 
     def _fill(self, fd: int, path: str, file: RemoteFile, partial: str) -> None:
         for _ in range(2):
-            hasher = hasher_for(file)
+            hasher = file.hasher()
             before = self._prefix(fd, file, hasher)
             if before:
                 logger.info("Resuming '%s' at byte %d of %d.", path, before, file.size)
@@ -176,13 +173,6 @@ class _Downloader:
         return at
 
 
-def hasher_for(file: RemoteFile) -> Any:
-    """Create a hasher for the hash that the Hub lists: sha256, or git's own for a small file (see `git_blob_id`)."""
-    if file.sha256 is not None:
-        return hashlib.sha256()
-    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-
-
 def _write(fd: int, block: bytes, at: int) -> None:
     view = memoryview(block)
     while view:
@@ -205,7 +195,7 @@ def _without_space(error: OSError, partial: str) -> OSError:
 
 
 def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
-    need = sum(max(0, file.size - _on_disk(cache.partial(file))) for file in files)
+    need = sum(max(0, file.size - (size_on_disk(cache.partial(file)) or 0)) for file in files)
     if need:
         require_space(
             cache.folder,
@@ -213,13 +203,6 @@ def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
             doing=f"Pulling into '{cache.root}'",
             todo=". Free some space (hf cache ls lists the cached repos), or pass another cache_dir.",
         )
-
-
-def _on_disk(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
 
 
 def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled: threading.Event) -> None:
@@ -365,19 +348,19 @@ class CachedFiles:
 
 
 def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Download the files that a resolver finds into the cache, all of one commit.
+    """Download the files that a resolver finds into the cache, all of one commit, and what else the query asks for.
 
-    Args:
-        repo_id: "org/name".
-        resolver: Finds the files in a commit, and downloads them.
-        query: The revision, and whether companion files and the signature are downloaded too.
-        progress: Whether to show a bar on stderr. None: on a terminal.
+    One request returns the commit and its files; none is sent if the revision is a commit and the cache has all files.
+    If the Hub can't be reached, the cached files of the revision are used if they are complete.
+
+    Raises:
+        Everything that `pull_checkpoint` raises.
     """
     fetcher = Fetcher(repo_id, query, progress)
     if is_offline(query.local_files_only):
         return fetcher.from_cache(resolver)
     needs_list = query.needs_companions or query.needs_signature
-    if is_commit(query.revision) and not query.force_download and not needs_list:
+    if is_commit_id(query.revision) and not query.force_download and not needs_list:
         try:
             return resolver(CachedFiles(fetcher.cache, str(query.revision), repo_id, is_sure=True))
         except CacheMissError as error:
@@ -388,12 +371,10 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
 def fetch_tree(
     repo_id: str, revision: str | None, token: str | bool | None = None, *, attempts: int = DOWNLOAD_ATTEMPTS
 ) -> RepoTree:
-    """Fetch the commit of a revision and the list of its files, in one request.
+    """Fetch the commit of a revision (None: main) and the list of its files, in one request.
 
     Args:
-        repo_id: "org/name".
-        revision: A branch, tag, commit, or "refs/pr/1". None: main.
-        token: A token, as in huggingface_hub.
+        repo_id, revision, token: As in huggingface_hub.
         attempts: How often to ask at most, if the Hub can't be reached, or asks to wait.
 
     Raises:

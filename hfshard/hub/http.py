@@ -69,7 +69,6 @@ class _TryAgainError(Exception):
     """A response that may be different the next time."""
 
     def __init__(self, problem: str, *, retry_after: float | None = None, first_seconds: float | None = None) -> None:
-        """Store the problem, and arguments of `Retry.wait`."""
         super().__init__(problem)
         self.retry_after, self.first_seconds = retry_after, first_seconds
 
@@ -80,14 +79,7 @@ class HubReader:
     def __init__(
         self, repo_id: str, tree: RepoTree, token: str | bool | None, cancelled: threading.Event | None = None
     ) -> None:
-        """Send nothing yet.
-
-        Args:
-            repo_id: "org/name".
-            tree: The commit and its files.
-            token: A token, as in huggingface_hub.
-            cancelled: Ends all transfers when it is set.
-        """
+        """Send nothing yet; `cancelled` ends all transfers when it is set."""
         self.repo_id = repo_id
         self.tree = tree
         self.token = token
@@ -108,12 +100,10 @@ class HubReader:
     def read(
         self, path: str, start: int, end: int, *, remedy: Callable[[int], str] = lambda at: "Try again."
     ) -> Iterator[bytes]:
-        """Read bytes `start` to `end` of a file, in order and each once, even if connections break.
+        """Read bytes `start` to `end`, exclusive, of a file, in order and each once, even if connections break.
 
         Args:
-            path: In the repo.
-            start: First byte.
-            end: One past the last.
+            path, start, end: The path in the repo, and the range.
             remedy: Builds the last sentence of the error from the position in the file that was reached.
 
         Raises:

@@ -31,6 +31,8 @@ from hfshard.stores.hub_calls import (
 )
 from hfshard.stores.xet_tokens import XetTokens
 
+logger = logging.getLogger(__name__)
+
 MAX_COMMIT_FILES: Final = 256
 """The most files in one commit; of more, shards are committed first. huggingface_hub asks the Hub about this many at
 once, and the Hub's documentation advises against commits of thousands."""
@@ -139,7 +141,7 @@ class HubRepo:
             self._reject_fixed(revision)
         sent = _Counter(progress_callback)
         self._api.trusts_card = isinstance(changes.get(README), BytesSource)  # the user's own is a file
-        tokens = self._xet_tokens()
+        tokens = send_request(self.repo_id, self.token, partial(xet_tokens, self.repo_id, self.token))
         batches = _batches(changes, self._known.files if self._known is not None else {})
         result, pr_url = None, None
         saved_bytes = 0
@@ -178,9 +180,6 @@ class HubRepo:
                 actual=revision,
             )
 
-    def _xet_tokens(self) -> XetTokens | None:
-        return send_request(self.repo_id, self.token, partial(xet_tokens, self.repo_id, self.token))
-
 
 class _Counter:
     """Byte counter in front of a progress callback."""
@@ -213,8 +212,6 @@ def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any])
 
 # One commit on the Hub: uploads, then the commit, with retries where they can't commit twice.
 
-
-logger = logging.getLogger(__name__)
 
 _STALE_PARENT: Final = 412
 _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
@@ -254,11 +251,7 @@ class RemoteCommit:
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 
     def make(self, tokens: XetTokens | None, *, progress_callback: Callable[[int], object]) -> PushResult:
-        """Upload what the Hub lacks, and commit.
-
-        Args:
-            tokens: For the repo's Xet storage; None: LFS is used.
-            progress_callback: Called with the number of bytes that are read for upload.
+        """Upload what the Hub lacks, by Xet if there are tokens for it, else by LFS, and commit.
 
         Raises:
             StaleParentError: The branch is no longer at the parent.

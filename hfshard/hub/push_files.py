@@ -17,7 +17,7 @@ from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
 from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
-from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, sha256_of_source
+from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, read_all, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
@@ -35,12 +35,7 @@ _ATTEMPTS: Final = 5
 
 
 def open_hub(repo_id: str | os.PathLike[str], *, token: str | bool | None = None, private: bool | None = None) -> Hub:
-    """Open the repo that a repo_id names, to push to it, and create it if it is missing.
-
-    Args:
-        repo_id: "org/name", or a path or `file://` URL of a directory.
-        token: A token for the Hub, as in huggingface_hub.
-        private: Whether a repo that is created there is private.
+    """Open the repo to push to, "org/name", or a path or `file://` URL of a directory; create it if it is missing.
 
     Raises:
         InvalidArgumentError: It is a URL of another kind, or the address of a store.
@@ -109,8 +104,7 @@ def _with_card(request: PushRequest, repo_id: str) -> PushRequest:
     card = draw_card(request.contents, name)
     contents = {**request.contents, CARD_PICTURE: BytesSource(card.picture)}
     if README in contents:
-        with contents[README].open() as reader:
-            contents[README] = BytesSource(merge_card(reader.read(), card.text, name))
+        contents[README] = BytesSource(merge_card(read_all(contents[README]), card.text, name))
 
     def make_card(read_old: Callable[[], bytes] | None) -> bytes | None:
         made = None if request.make_card is None else request.make_card(read_old)
@@ -276,8 +270,6 @@ class PushPlan:
     adds: dict[str, ByteSource]
     """Path in the repo -> new contents."""
     deletes: tuple[str, ...]
-    unchanged: tuple[str, ...]
-    """Paths of files that the hub has already, bit for bit."""
 
     @property
     def is_empty(self) -> bool:
@@ -291,22 +283,14 @@ class PushPlan:
 
 
 def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Collection[str]) -> PushPlan:
-    """Compare the files to push with those on the hub; read files of unknown hash if the sizes are equal.
-
-    Args:
-        contents: Path in the repo -> contents.
-        remote: The files on the hub.
-        stale: Paths to delete.
-    """
+    """Compare the files to push with those on the hub; read files of unknown hash if the sizes are equal."""
     adds: dict[str, ByteSource] = {}
-    unchanged = []
     for path, content in contents.items():
-        known = _hashed_if_needed(content, remote.files.get(path))
-        if path in remote.files and remote.files[path].has_contents(known):
-            unchanged.append(path)
-        else:
+        file = remote.files.get(path)
+        known = _hashed_if_needed(content, file)
+        if file is None or not file.has_contents(known):
             adds[path] = known
-    return PushPlan(adds, tuple(sorted(stale)), tuple(unchanged))
+    return PushPlan(adds, tuple(sorted(stale)))
 
 
 def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSource:
@@ -330,8 +314,13 @@ def detect_variants(names: Iterable[str]) -> set[str | None]:
     return found
 
 
-def is_weights(name: str, names: WeightNames) -> bool:
-    """Return whether a file's name is, by convention, one of this variant's weights in either format."""
+def _weights_among(files: Iterable[str], variants: Iterable[str | None]) -> set[str]:
+    """Select the names that are, by convention, those of these variants' weights in either format."""
+    families = [WeightNames(variant) for variant in variants]
+    return {name for name in files if any(_is_weights(name, names) for names in families)}
+
+
+def _is_weights(name: str, names: WeightNames) -> bool:
     own = (names.single, names.index, names.hub_index, names.bin_single, names.bin_index)
     if name in own or names.is_shard(name) or names.is_bin_shard(name):
         return True
@@ -344,39 +333,23 @@ def stale_names(
     """Find files in a folder of the hub that belonged to the checkpoints to push, and no longer do.
 
     Args:
-        remote: Names in the folder.
-        local: Names to push.
-        variants: Variants of the checkpoints to push.
+        remote, local, variants: Names in the folder, names to push, and the variants of the checkpoints to push.
         owned: Files that the hub's indexes of these variants name, by any name.
     """
-    families = [WeightNames(variant) for variant in variants]
-    return {
-        name
-        for name in remote
-        if name not in local and (name in owned or any(is_weights(name, names) for names in families))
-    }
+    names = set(remote)
+    return (_weights_among(names, variants) | names.intersection(owned)).difference(local)
 
 
 def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> list[str]:
     """Find the hub's indexes of checkpoints that are not pushed: the files that they name must stay."""
-    families = [WeightNames(variant) for variant in variants]
-    return sorted(
-        name
-        for name in remote
-        if INDEX_FILE.fullmatch(name) and name not in local and not any(is_weights(name, names) for names in families)
-    )
+    indexes = set(filter(INDEX_FILE.fullmatch, remote)).difference(local)
+    return sorted(indexes - _weights_among(indexes, variants))
 
 
 def unindexed_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
     """Find weights on the hub without a conventional name: only an index shows which checkpoint they belong to."""
-    families = [WeightNames(variant) for variant in variants]
-    return {
-        name
-        for name in remote
-        if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))
-        and name not in local
-        and not any(is_weights(name, names) for names in families)
-    }
+    weights = {name for name in remote if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))}.difference(local)
+    return weights - _weights_among(weights, variants)
 
 
 # Comparison of a push with a hub: files to send, files to delete, and pushes that would mix.
@@ -385,7 +358,11 @@ def unindexed_weights(remote: Iterable[str], local: Collection[str], variants: I
 def plan_against(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
     """Plan the changes of a push to a hub that has `remote` at the branch."""
     folder, local = request.options.folder, set(request.contents)
-    there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
+    there = {
+        path.removeprefix(folder): path
+        for path in remote.files
+        if path.startswith(folder) and "/" not in path.removeprefix(folder)  # a checkpoint's weights are nowhere else
+    }
     owned, kept = _indexed(hub, request, remote, there)
     stale = stale_names(there, local, request.variants, owned - kept) - kept
     if request.find_stale is not None:
@@ -412,7 +389,8 @@ def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[st
                     owned |= _named_by(hub, there[index], remote.commit)
     if stale_names(there, local, request.variants, ()) or owned:
         for index in foreign_indexes(there, local, request.variants):
-            kept |= _named_by(hub, there[index], remote.commit, else_all=_shards_in(there))
+            shards = {name for name in there if SHARD.search(name)}  # of any checkpoint, which it could name
+            kept |= _named_by(hub, there[index], remote.commit, else_all=shards)
     return owned, kept
 
 
@@ -424,11 +402,6 @@ def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = (
     except HfshardError as error:
         logger.warning("'%s' on the hub cannot be read, so the files that it may name are kept: %s", path, error)
         return set(else_all)
-
-
-def _shards_in(names: Iterable[str]) -> set[str]:
-    """Select the shards of any checkpoint, which an index could name."""
-    return {name for name in names if SHARD.search(name)}
 
 
 def _card(hub: Hub, request: PushRequest, remote: RepoTree) -> dict[str, ByteSource]:
@@ -450,11 +423,8 @@ def reject_conflicting_push(
         RemoteChangedError: The other push changed a file that this one writes too.
     """
     changed = {path for path in plan.changes if before.files.get(path) != now.files.get(path)}
-    families = [WeightNames(variant) for variant in request.variants]
     names = {path.removeprefix(request.options.folder) for path in changed if path.startswith(request.options.folder)}
-    mine = sorted(
-        name for name in names if name in request.contents or any(is_weights(name, family) for family in families)
-    )
+    mine = sorted(names & request.contents.keys() | _weights_among(names, request.variants))
     if mine:
         raise RemoteChangedError(
             f"Another push to '{repo_id}' changed '{mine[0]}' (commit {now.commit[:8]}), which this push also "
@@ -462,11 +432,6 @@ def reject_conflicting_push(
             path=repo_id,
             actual=now.commit,
         )
-
-
-def _is_in(path: str, folder: str) -> bool:
-    """Return whether a file is in the folder itself, where a checkpoint's weights are."""
-    return path.startswith(folder) and "/" not in path.removeprefix(folder)
 
 
 # Files to push from one place: checked, with the hashes of the save, and without leftovers.
@@ -486,36 +451,14 @@ _JUNK: Final = frozenset({".DS_Store", ".git"})
 
 
 def collect_directory(
-    directory: str,
-    *,
-    names: Collection[str] | None = None,
-    allow_patterns: list[str] | str | None = None,
-    ignore_patterns: list[str] | str | None = None,
-    follow_links: bool = False,
+    directory: str, *, names: Collection[str] | None = None, follow_links: bool = False
 ) -> tuple[dict[str, ByteSource], dict[str | None, CheckpointIndex]]:
-    """Collect the files to push from a directory, and check the structure of every checkpoint in it.
-
-    Args:
-        directory: Saved checkpoints, and the user's files next to them.
-        names: The only files to consider. None: all files.
-        allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
-        follow_links: Whether links may lead out of the directory. Those of a snapshot in the Hub's cache always may.
-
-    Returns:
-        Path in the directory -> contents, with the sha256 if the save recorded it; and the checkpoints' indexes by
-        variant.
+    """Collect the files to push from a directory, and its indexes by variant; see `DirectoryFiles` for the arguments.
 
     Raises:
-        CheckpointNotFoundError: The directory has no checkpoint.
-        InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint; or a link leaves the
-            directory, or a name has a backslash or an unprintable character.
-        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
+        Everything that `collect_push_contents` raises.
     """
-    found = collect_push_contents(
-        DirectoryFiles(directory, names, follow_links=follow_links),
-        allow_patterns=allow_patterns,
-        ignore_patterns=ignore_patterns,
-    )
+    found = collect_push_contents(DirectoryFiles(directory, names, follow_links=follow_links))
     return found.contents, found.indexes
 
 
@@ -554,7 +497,18 @@ def collect_push_contents(
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
 ) -> PushContents:
-    """Collect the files to push from any place, with the checks and errors of `collect_directory`."""
+    """Collect the files to push from any place, and check the structure of every checkpoint in it.
+
+    Args:
+        files: Saved checkpoints, and the user's files next to them.
+        allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint; or a link leaves the
+            directory, or a name has a backslash or an unprintable character.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
+    """
     place = files.place
     contents = files.contents()
     variants = detect_variants(name for name in contents if "/" not in name)
@@ -575,7 +529,8 @@ def collect_push_contents(
     for variant in [variant for variant, held in files_of.items() if not _is_selected(held, selected, place)]:
         del indexes[variant], entries[variant]  # the hub keeps what it has of this one
     used = {name for held in files_of.values() for name in held}
-    leftovers = _leftovers(selected, used, variants)
+    # Named like weights, but no checkpoint uses them: left by a killed save, or outranked by another file.
+    leftovers = _weights_among(selected, variants).difference(used)
     for name in sorted(leftovers):
         logger.warning("'%s' in '%s' belongs to no checkpoint: it is not pushed.", name, place)
     if not any(path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for path in selected - leftovers):
@@ -613,7 +568,7 @@ class DirectoryFiles:
     Args:
         place: The directory.
         names: The only files to consider. None: all files.
-        follow_links: Whether links may lead out of the directory.
+        follow_links: Whether links may lead out of the directory. Those of a snapshot in the Hub's cache always may.
     """
 
     def __init__(self, place: str, names: Collection[str] | None = None, *, follow_links: bool = False) -> None:
@@ -717,9 +672,3 @@ def _checked_name(path: str, directory: str) -> str:
 
 def _files_of(checkpoint: OpenCheckpoint) -> set[str]:
     return {checkpoint.weights.name, *checkpoint.shards, *checkpoint.pickles}
-
-
-def _leftovers(paths: Collection[str], used: Collection[str], variants: Collection[str | None]) -> set[str]:
-    """Find files named like weights that no checkpoint uses: left by a killed save, or outranked by another file."""
-    families = [WeightNames(variant) for variant in variants]
-    return {path for path in paths if path not in used and any(is_weights(path, names) for names in families)}

@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
-from hfshard.disk.byte_source import ByteSource, sha256_of_source
+from hfshard.disk.byte_source import ByteSource, read_all, sha256_of_source
 from hfshard.errors import InvalidArgumentError
 
 
@@ -115,8 +115,18 @@ class RemoteFile:
             return False
         if self.sha256 is not None:
             return sha256_of_source(content) == self.sha256
-        with content.open() as reader:
-            return git_blob_id(reader.read()) == self.blob_id
+        hasher = self.hasher()
+        hasher.update(read_all(content))
+        return bool(hasher.hexdigest() == self.blob_id)
+
+    def hasher(self) -> Any:
+        """Create a hasher for the listed hash: sha256; or, for a small file, git's own.
+
+        Source: git, "Git Objects": sha1 over "blob <size>", a zero byte and the contents.
+        """
+        if self.sha256 is not None:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +137,6 @@ class RepoTree:
     """The commit's full hash."""
     files: Mapping[str, RemoteFile] = field(default_factory=dict)
     """Path in the repo -> file."""
-
-
-def git_blob_id(raw: bytes) -> str:
-    """Hash a file's contents as git does.
-
-    Source: git, "Git Objects": sha1 over "blob <size>", a zero byte and the contents.
-    """
-    return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
 
 
 def is_plain_path(path: str) -> bool:
@@ -181,9 +183,9 @@ _MAX_NAME: Final = 200
 """Characters; together with the hub's own folders, a name of this length is still a valid path."""
 
 
-def is_commit_id(name: str) -> bool:
-    """Return whether a name has the form of a full commit id."""
-    return _COMMIT_ID.fullmatch(name) is not None
+def is_commit_id(name: str | None) -> bool:
+    """Return whether a name has the form of a full commit id; what it names never changes."""
+    return name is not None and _COMMIT_ID.fullmatch(name) is not None
 
 
 def ref_kind(ref: str) -> RefKind:

@@ -11,7 +11,6 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import IntegrityError, InvalidArgumentError
 from hfshard.format.index import Verify
-from hfshard.hub.download import hasher_for
 from hfshard.hub.http import HubReader
 from hfshard.hub.repo import RepoTree
 from hfshard.pickles.pickle_file import PickleFile
@@ -29,14 +28,8 @@ def open_by_ranges(
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint whose tensors are read straight into memory; nothing is written to disk.
 
-    Each tensor is compared with its own checksum, where the checkpoint has them (hfshard writes them).
-
-    Args:
-        repo_id: "org/name".
-        tree: The commit and its files.
-        query: Which checkpoint; its `files_of` selects the shards.
-        verify: "full" rejects files that have no checksum.
-        progress: Whether to show a bar on stderr. None: on a terminal.
+    Each tensor is compared with its own checksum, where the checkpoint has them (hfshard writes them); "full" rejects
+    files that have none. The query's `files_of` selects the shards.
 
     Raises:
         CheckpointNotFoundError, HubError: There is none, or the Hub refuses.
@@ -105,7 +98,7 @@ class _CommitRanges:
             self._check(found, target)
 
     def _check(self, found: _File, whole: memoryview) -> None:
-        hasher = hasher_for(self.reader.tree.files[found.path])
+        hasher = self.reader.tree.files[found.path].hasher()
         hasher.update(whole)
         if hasher.hexdigest() != found.etag:
             raise IntegrityError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +27,7 @@ from hfshard.constants import (
     MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
     SIGNATURE_NAME,
+    TRAINING_FILES,
     WEIGHTS_SUFFIXES,
 )
 from hfshard.disk.safe_open import read_small
@@ -35,6 +35,7 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import is_save_index
+from hfshard.format.strict_json import json_object_or_none
 from hfshard.hub.repo import CommitFiles
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,6 @@ logger = logging.getLogger(__name__)
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """Prefixes of a checkpoint's weights, including those of its variants: only the selected ones are pulled."""
 
-
-_TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
-"""Files that make a folder a training checkpoint; no model needs them."""
 
 _READ_BY_MODELS: Final = frozenset({"spk_dict.pt", "head.safetensors", "readout.safetensors"})
 """Weights next to a checkpoint that a class of transformers reads by name: Qwen2.5-Omni's voices, and a config's
@@ -94,7 +92,7 @@ def resolve_checkpoint(files: CommitFiles, query: CheckpointQuery) -> ResolvedCh
     pass_over = _leave_to_opening if query.takes_oddities else None
     weights_override = checked_weights_override(config, directory, names, pass_over)
     found = _find_candidate(files, query, names, weights_override, known_missing)
-    if query.needs_code and _has_own_code(config):
+    if query.needs_code and (json_object_or_none(config or b"") or {}).get("auto_map"):
         present += files.code()
     if query.needs_code and not files.has(_CUSTOM_GENERATE, is_needed=False):
         known_missing.append(_CUSTOM_GENERATE)
@@ -135,35 +133,27 @@ def _small_files(files: CommitFiles, query: CheckpointQuery, known_missing: list
 
 
 def companion_files(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
-    """Find the companion files in the folder of a checkpoint: tokenizer, code, README.
+    """Find the companion files in the folder of a checkpoint, among all (path -> bytes): tokenizer, code, README.
 
     Of a training checkpoint, only the model is pulled, because the rest would be an incomplete training checkpoint.
-
-    Args:
-        files: Path in the repo -> size in bytes.
-        query: The checkpoint.
     """
     from huggingface_hub.utils import filter_repo_objects  # here, because it takes time to import
 
     below = query.path("")
-    is_training = not query.allow_patterns and all(below + name in files for name in _TRAINING)
+    is_training = not query.allow_patterns and all(below + name in files for name in TRAINING_FILES)
     found = [
         path
         for path, size in files.items()
-        if not (is_training and path.removeprefix(below) in _TRAINING)
+        if not (is_training and path.removeprefix(below) in TRAINING_FILES)
         if path.startswith(below) and _is_beside(path.removeprefix(below), size, is_asked=bool(query.allow_patterns))
     ]
     return list(filter_repo_objects(found, allow_patterns=query.allow_patterns, ignore_patterns=query.ignore_patterns))
 
 
 def files_to_compare(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
-    """Find the files that are needed to check a signature: all that a load may read, of any size.
+    """Find the files that are needed to check a signature, among all (path -> bytes): those that a load may read.
 
     A file that is left out would not be compared, and the code that reads it would download it.
-
-    Args:
-        files: Path in the repo -> size in bytes.
-        query: The checkpoint.
     """
     below = "" if query.needs_code else query.path("")
     found = [
@@ -187,10 +177,7 @@ def warn_of_idle_patterns(files: Collection[str], query: CheckpointQuery) -> Non
 def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
     """Return whether a file is pulled along with the checkpoint: no weights, except those of a module further down.
 
-    Args:
-        path: Path in the folder.
-        size: Bytes.
-        is_asked: Whether patterns choose the files: then any may be pulled, except other weights of the checkpoint.
+    If patterns choose the files (`is_asked`), any may be pulled, except other weights of the checkpoint.
     """
     if any(part.lower() == ".git" for part in path.split("/")):
         return False  # git would obey what a stranger wrote there
@@ -225,14 +212,6 @@ def _shards(index: CheckpointIndex, query: CheckpointQuery) -> list[str]:
         return sorted(query.files_of(index))
     listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
     return sorted(set(index.weight_map.values()) | listed)
-
-
-def _has_own_code(config: bytes | None) -> bool:
-    try:
-        value = json.loads(config or b"{}")
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and bool(value.get("auto_map"))
 
 
 def _no_weights(files: CommitFiles, query: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:

@@ -36,15 +36,11 @@ _SAMPLE_BYTES: Final = 512
 def operations_for(
     changes: Mapping[str, ByteSource | None], progress_callback: Callable[[int], object] | None
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """Build the operations of a commit.
+    """Build the operations of a commit, whose readers report the bytes that are read for upload.
 
     Each addition has a file object, which huggingface_hub uploads by LFS unless `XetStreams` has sent it before. It
     would pass a path to hf_xet, which does not compare the bytes with the hash, and whose errors name no file. The hash
     is passed along, so that huggingface_hub reads no file only to hash it.
-
-    Args:
-        changes: Path in the repo -> new contents, or None to delete.
-        progress_callback: Called with the number of bytes that are read for upload.
     """
     adds = {path: content for path, content in sorted(changes.items()) if content is not None}
     known = run_in_threads(_hash_and_sample, adds.items(), _HASHERS)
@@ -105,14 +101,7 @@ class CheckedReader(SeekableReader):
     def __init__(
         self, name: str, content: ByteSource, sha256: str, progress_callback: Callable[[int], object] | None = None
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            name: The file's name in messages.
-            content: The bytes.
-            sha256: The announced hash, in hex.
-            progress_callback: Called with the number of bytes that are read; bytes that are read again count once.
-        """
+        """Open nothing yet; `name` is for messages, and bytes that are read again are reported once."""
         super().__init__(content.size)
         self._name = name
         self._content = content

@@ -44,14 +44,7 @@ class XetStreams:
     """The streams of one commit into the Xet storage of a repo."""
 
     def __init__(self, repo_id: str, token: str | bool | None, tokens: XetTokens, request: CommitRequest) -> None:
-        """Send nothing yet.
-
-        Args:
-            repo_id: "org/name".
-            token: Of the user, as in huggingface_hub.
-            tokens: Write tokens of the storage, for the branch `main`.
-            request: The request for the commit.
-        """
+        """Send nothing yet; `tokens` are write tokens of the storage, for the branch `main`."""
         self._repo_id, self._token = repo_id, token
         self._request = request
         self._tokens = tokens
@@ -65,9 +58,6 @@ class XetStreams:
 
         Its own upload accepts only paths and bytes, not streams. So this method sets the private attributes in which
         huggingface_hub records the state of an addition.
-
-        Args:
-            additions: The additions of the commit, each with a `CheckedReader`.
 
         Returns:
             Bytes that were not sent, because the storage had them.

@@ -21,7 +21,7 @@ from hfshard.hub.directory.directory_hub import absolute_repo_id
 from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.models.module_weights import abort_peers_on_error, require_whole_tensors
-from hfshard.places.place import DirectoryPlace, place_to_push
+from hfshard.places.place import DirectoryPlace
 from hfshard.saving.hub_transaction import HubTransaction
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveRequest
@@ -131,7 +131,7 @@ class ModelPush:
     def _run(self, push: Callable[[], Sequence[PushResult]]) -> CommitInfo | PushResult | None:
         """Return what `push_to_hub` returns: for a repo of the Hub, what huggingface_hub's own would."""
         results = list(push()) if self.ranks.is_alone else send(self.ranks, push)
-        if not results or place_to_push(self.repo_id).is_for_hfshard_only:
+        if not results or os.path.isabs(self.repo_id):  # a directory hub, whose path was made absolute
             return results[0] if results else None
         return CommitInfo(
             commit_url=results[0].url,

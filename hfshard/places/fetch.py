@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from hfshard._util.arguments import absolute_path
@@ -35,9 +36,9 @@ from hfshard.errors import IntegrityError, SaveDirectoryError
 from hfshard.format.index import Verify
 from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.directory_hub import hub_named
-from hfshard.hub.download import Fetcher, fetch, is_offline
+from hfshard.hub.download import Fetcher, is_offline
 from hfshard.hub.pull_target import OwnFiles
-from hfshard.hub.resolve import ResolvedCheckpoint, companion_files, resolve_checkpoint, warn_of_idle_patterns
+from hfshard.hub.resolve import companion_files, resolve_checkpoint, warn_of_idle_patterns
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +54,7 @@ def fetch_or_export(
 ) -> str:
     """Download a checkpoint from a hub, and check that it is complete.
 
-    Args:
-        repo_id: The argument of `pull_checkpoint`, as are verify, progress and overwrite.
-        local_dir: A plain directory; None: the files stay in the cache.
-        query: Selects the checkpoint, and how it is fetched; its `needs_companions` must be set.
-
-    Returns:
-        The directory of the checkpoint, as from `pull_checkpoint`.
-
-    Raises:
-        Everything that `pull_checkpoint` raises.
+    The arguments, the result and the errors are those of `pull_checkpoint`; the query's `needs_companions` must be set.
     """
     query.check_subfolder()
     target = None if local_dir is None else absolute_path(local_dir, "local_dir")
@@ -73,16 +65,15 @@ def fetch_or_export(
     try:
         with open_checkpoint(directory.rstrip("/"), variant=query.variant, verify=verify) as checkpoint:
             sizes = {} if target is None else _sizes_in(snapshot)
-            companions = companion_files(sizes, query)
+            beside = [path.removeprefix(query.path("")) for path in companion_files(sizes, query)]
             if hub is not None:
+                paths = None
                 if target is not None:
                     warn_of_idle_patterns(sizes, query)
-                hub.verify(
-                    commit, paths=_exported(checkpoint, companions, query) if target else None, progress=progress
-                )
+                    paths = [query.path(name) for names in exported_names(checkpoint, beside) for name in names]
+                hub.verify(commit, paths=paths, progress=progress)
             if target is None:
                 return checkpoint.directory
-            beside = [path.removeprefix(query.path("")) for path in companions]
             copy_to_directory(checkpoint, target, beside, overwrite=overwrite)
     except IntegrityError as error:
         if hub is not None or query.force_download:
@@ -98,14 +89,6 @@ def fetch_or_export(
     return target
 
 
-def _exported(checkpoint: OpenCheckpoint, companions: Sequence[str], query: CheckpointQuery) -> list[str]:
-    """List the paths in the repo of the files that are copied."""
-    below = query.path("")
-    weights, others = exported_names(checkpoint, [path.removeprefix(below) for path in companions])
-    has_config = os.path.isfile(os.path.join(checkpoint.directory, CONFIG_NAME))
-    return [query.path(name) for name in (*weights, *others, *([CONFIG_NAME] if has_config else []))]
-
-
 def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
     """Download a checkpoint and its companion files, and return the directory of the snapshot."""
     fetcher = Fetcher(repo_id, query, progress)
@@ -117,23 +100,6 @@ def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None)
             "Could not list the files of '%s': apart from the checkpoint, only cached files are available.", repo_id
         )
     return fetcher.cache.snapshot(resolved.commit)
-
-
-def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Download the files that a load needs into the cache, all of one commit.
-
-    One request returns the commit and its files; none is sent if the revision is a commit and the cache has all files.
-    If the Hub can't be reached, the cached files of the revision are used if they are complete.
-
-    Args:
-        repo_id: "org/name".
-        query: Selects the checkpoint, and how much of it.
-        progress: Whether to show a bar on stderr. None: on a terminal.
-
-    Raises:
-        Everything that `pull_checkpoint` raises.
-    """
-    return fetch(repo_id, partial(resolve_checkpoint, query=query), query, progress)
 
 
 def _sizes_in(directory: str) -> dict[str, int]:
@@ -183,23 +149,22 @@ def copy_to_directory(
     source = checkpoint.directory
     entry = checkpoint.weights.name
     weights, extras = exported_names(checkpoint, companions)
-    config = _read(source, CONFIG_NAME) if os.path.isfile(os.path.join(source, CONFIG_NAME)) else None
     own_files = None
     if not overwrite:
         reject_hub_directory(directory)
-        others = [name for name in (*extras, *([CONFIG_NAME] if config else [])) if name != entry]
+        others = [name for name in extras if name != entry]
         own_files = OwnFiles(LocalFolder(directory), names, _sources(source, others), _sources(source, weights))
         if own_files.keeps_readme:
             extras.remove(README)
-    small = {name: _read(source, name) for name in extras}
+    small = {name: Path(source, name).read_bytes() for name in extras}
+    config = small.pop(CONFIG_NAME, None)
     staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
     index = small.pop(names.index, None) if entry == names.index else None
     digest = content_digest([index or b"", *(name.encode() for name in weights)])
     new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
     with save_session(directory, names) as session:
-        names_of_all = [*weights, *extras, *([CONFIG_NAME] if config else [])]
         has_others = superseded_files(session.state, new) or changed_config(session.state, new) is not None
-        if not has_others and all(_has_same_bytes(directory, name, source) for name in names_of_all):
+        if not has_others and all(_has_same_bytes(directory, name, source) for name in [*weights, *extras]):
             return
         plan = CommitPlan()
         state = _free_names(plan, session, checkpoint, overwrite=overwrite)
@@ -215,10 +180,11 @@ def copy_to_directory(
 
 
 def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> tuple[list[str], list[str]]:
-    """List the files that `copy_to_directory` copies: the weights, and all others except config.json."""
+    """List the files that `copy_to_directory` copies: the weights, and all others."""
     weights = [*checkpoint.shards, *checkpoint.pickles]
     index = [checkpoint.weights.name] if checkpoint.weights.is_index else []
-    return weights, sorted({*companions, *index} - _LEFT_OUT - {*weights, CONFIG_NAME})
+    config = [CONFIG_NAME] if os.path.isfile(os.path.join(checkpoint.directory, CONFIG_NAME)) else []
+    return weights, sorted({*companions, *index, *config} - _LEFT_OUT - {*weights})
 
 
 def _free_names(
@@ -312,8 +278,3 @@ def _refusal(directory: str, name: str, problem: str) -> SaveDirectoryError:
 def _has_same_bytes(directory: str, name: str, source: str) -> bool:
     mine, theirs = os.path.join(directory, name), os.path.join(source, name)
     return os.path.isfile(mine) and filecmp.cmp(mine, theirs, shallow=False)
-
-
-def _read(directory: str, name: str) -> bytes:
-    with open(os.path.join(directory, name), "rb") as file:
-        return file.read()

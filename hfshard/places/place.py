@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from hfshard._util.arguments import (
@@ -90,10 +91,6 @@ class Place(Protocol):
     def has_revisions(self) -> bool:
         """True for a hub: it has commits, and is pushed to."""
 
-    @property
-    def key(self) -> str:
-        """A text that is equal for two names of one place, with links resolved."""
-
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource | None:
         """Find a checkpoint; None if it is a repo's, which must be downloaded first.
 
@@ -111,7 +108,10 @@ class Place(Protocol):
         """Do what `find` does, and download what a model is built from, unless that is on disk."""
 
     def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
-        """Reject arguments of a hub that the place would ignore, though not those that transformers ignores as well."""
+        """Reject arguments of a hub that the place would ignore, though not those that transformers ignores as well.
+
+        By default, none: a hub takes them, and transformers ignores them for a directory.
+        """
 
 
 class CheckPlace(Place, Protocol):
@@ -130,24 +130,18 @@ class SavePlace(CheckPlace, Protocol):
     Its implementations derive from it, for `count_sent`.
     """
 
-    def files(self, subfolder: str = "", *, follow_links: bool = False) -> FilesOfPlace:
-        """Return all files below the place, or a folder of it, to be pushed or copied.
+    @property
+    def key(self) -> str:
+        """A text that is equal for two names of one place, with links resolved."""
 
-        Args:
-            subfolder: The folder.
-            follow_links: Whether links may lead out of a directory.
-        """
+    def files(self, subfolder: str = "", *, follow_links: bool = False) -> FilesOfPlace:
+        """Return all files below the place, or a folder of it, to be pushed or copied."""
 
     def is_same(self, folder: Folder) -> bool:
         """Return whether a folder, such as that of a checkpoint to read, has the files directly in this place."""
 
     def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> AbstractContextManager[Transaction]:
-        """Begin a change of the place.
-
-        Args:
-            new: Everything that is saved except for the tensors.
-            writer: Writes the files.
-        """
+        """Begin a change of the place to a new checkpoint, whose files the writer writes."""
 
     def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
         """Begin to count the bytes that are written into some folders of the place, for the result of a push.
@@ -228,9 +222,6 @@ class DirectoryPlace(SavePlace):
 
         return DirectoryFiles(_joined(self.address, subfolder), follow_links=follow_links)
 
-    def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
-        """Accept them: transformers ignores them for a directory."""
-
     def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> AbstractContextManager[Transaction]:
         """Lock the directory, and begin a change."""
         from hfshard.commit.directory_commit import directory_transaction  # needed only for saves
@@ -310,7 +301,7 @@ class StorePlace(SavePlace):
         return folder.path == self.address
 
 
-class HubPlace:
+class HubPlace(Place):
     """A repo of the Hugging Face Hub."""
 
     is_read_from_disk = True
@@ -320,36 +311,24 @@ class HubPlace:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    @property
-    def key(self) -> str:
-        """The name."""
-        return self.address
-
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource | None:
         """Return None: the checkpoint must be downloaded first."""
         return None
 
     def fetch(self, query: CheckpointQuery, progress: bool | None, *, takes_files: bool = False) -> ResolvedSource:
         """Download the checkpoint into the cache."""
-        from hfshard.places.fetch import fetch_checkpoint  # imports huggingface_hub, which takes time
+        from hfshard.hub.download import fetch  # imports huggingface_hub, which takes time
+        from hfshard.hub.resolve import resolve_checkpoint
 
         with explain_missing_directory(self.address):
-            found = fetch_checkpoint(self.address, query, progress)
+            found = fetch(self.address, partial(resolve_checkpoint, query=query), query, progress)
         return ResolvedSource(found.directory, self.address, LocalFolder(found.directory), found.commit, query.revision)
-
-    def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
-        """Accept them."""
 
 
 class DirectoryHubPlace(HubPlace):
     """A directory that serves as a hub; its files are those of the newest commit."""
 
     is_for_hfshard_only = True
-
-    @property
-    def key(self) -> str:
-        """The path with links resolved."""
-        return os.path.realpath(self.address)
 
     def folder(self, subfolder: str = "") -> Folder:
         """Return the files of the newest commit on main."""
@@ -442,25 +421,25 @@ def place_to_load(path: str | os.PathLike[str], argument: str = "path") -> Place
     return next(place for kind in KINDS if (place := kind.to_load(text, argument)) is not None)
 
 
-def place_to_check(path: str | os.PathLike[str], argument: str = "path") -> CheckPlace:
+def place_to_check(path: str | os.PathLike[str]) -> CheckPlace:
     """Resolve what to check on this machine or in a store: what is not a store is a directory, or a hub in one.
 
     Raises:
         InvalidPathError: It is not a path, or not a valid address.
         InvalidArgumentError: It is a URL of another kind.
     """
-    text = checked_path_text(path, argument)
-    return next(place for kind in KINDS if (place := kind.to_check(text, argument)) is not None)
+    text = checked_path_text(path)
+    return next(place for kind in KINDS if (place := kind.to_check(text, "path")) is not None)
 
 
-def place_to_push(repo_id: str | os.PathLike[str], argument: str = "repo_id") -> Place:
+def place_to_push(repo_id: str | os.PathLike[str]) -> Place:
     """Resolve a repo_id, to push to or pull from: a store, a directory that serves as a hub, or a repo of the Hub.
 
     Raises:
         InvalidPathError: It is not a path, or not a valid address.
         InvalidArgumentError: It is a URL of another kind.
     """
-    return next(place for kind in KINDS if (place := kind.to_push(repo_id, argument)) is not None)
+    return next(place for kind in KINDS if (place := kind.to_push(repo_id, "repo_id")) is not None)
 
 
 def _store(text: str, argument: str) -> StorePlace | None:

@@ -83,8 +83,7 @@ def open_source(
     """Open the checkpoint of a source, with the requested checks.
 
     Args:
-        source: The source.
-        options: Options of the load, with its checks.
+        source, options: Where from, and how.
         local: The location, if it is known.
         check_beside: Compare the checksums while the block runs; see `open_checkpoint`.
 
@@ -164,13 +163,9 @@ def use_checkpoint(
     """Open the checkpoint of a source and use it; start again if a save replaces it meanwhile in a store.
 
     Args:
-        source: The source.
-        options: Options of the load, with its checks.
+        source, options: Where from, and how.
         use: Uses the open checkpoint; it may be called again, from the beginning.
         local: The result of `fetch` or `find_local`.
-
-    Returns:
-        The result of `use`.
 
     Raises:
         CheckpointChangedError: It kept changing.
@@ -188,10 +183,6 @@ def use_checkpoint(
 @contextmanager
 def open_source_by_ranges(source: CheckpointSource, options: LoadOptions) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of the Hub. Only the bytes of the tensors to read are downloaded, and nothing is cached.
-
-    Args:
-        source: A repo of the Hub.
-        options: Options of the load, with its checks.
 
     Raises:
         Everything that `open_by_ranges` raises.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames, check_file_name, is_safe_file_name
+from hfshard.format.strict_json import json_object_or_none
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 
@@ -127,11 +127,8 @@ class SmallFilesMirror:
         """Return the folders of the modules that the config names, which also have the modules' relative imports."""
         if not self.folder.has(CONFIG_NAME):
             return set()
-        try:
-            config = json.loads(self.folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES))
-        except (ValueError, RecursionError):
-            return set()  # transformers reports the error
-        auto_map = config.get("auto_map") if isinstance(config, dict) else None
+        config = json_object_or_none(self.folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES)) or {}
+        auto_map = config.get("auto_map")  # transformers reports a damaged config
         values = auto_map.values() if isinstance(auto_map, dict) else ()
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
         folders = {one.rpartition("/")[0] for one in named if isinstance(one, str) and "--" not in one}
@@ -154,12 +151,7 @@ def _remove(directory: str, process: int) -> None:
 
 
 def locate_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[StoreFolder, str | None]:
-    """Find the folder of a checkpoint in a store, and the file of weights if the address names one.
-
-    Args:
-        text: The address.
-        query: Selects the checkpoint.
-        takes_files: Whether the address may be that of one file of weights, or of an index.
+    """Find the folder of a checkpoint in a store, and the file of weights if the address may be, and is, that of one.
 
     Raises:
         InvalidArgumentError: A store does not support the query.

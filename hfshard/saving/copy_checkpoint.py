@@ -9,7 +9,7 @@ from typing import Any, Final
 from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
-from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.disk.byte_source import ByteSource, BytesSource, read_all
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import Verify, without_commit_keys
@@ -36,15 +36,6 @@ def copy_all(
 ) -> PushResult:
     """Copy all checkpoints of a place into one without Hub commits: one save for each variant, and the other files.
 
-    Args:
-        files: The files of the place.
-        target: The target.
-        progress: Whether to show a bar.
-        allow_patterns, ignore_patterns: Globs that select the companion files.
-
-    Returns:
-        Information about what was sent; without a Hub commit.
-
     Raises:
         Everything that `reshard_checkpoint` raises.
     """
@@ -55,7 +46,7 @@ def copy_all(
     ignored = listed(ignore_patterns)
     for variant in variants:
         query = CheckpointQuery(variant=variant, allow_patterns=allowed, ignore_patterns=ignored)
-        _copy_one(files, target, query, progress=progress)
+        copy_checkpoint(files, target, query, progress=progress, overwrite=True)
     sent = count_sent()
     return PushResult("", target.address, is_new=sent is not None, sent_bytes=sent or 0)
 
@@ -69,39 +60,18 @@ def copy_checkpoint(
     progress: bool | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Copy one checkpoint, and its companion files.
+    """Copy the checkpoint that a query selects, and its companion files; return the address of the target.
 
-    Args:
-        files: The files of the source.
-        target: Where to copy it.
-        query: Selects the checkpoint, and the other files.
-        verify: Level of the source's check; see `pull_checkpoint`.
-        progress: Whether to show a bar.
-        overwrite: Whether to replace files that don't belong to the checkpoint; see `pull_checkpoint`.
-
-    Returns:
-        The address of the target.
+    verify, progress and overwrite are as in `pull_checkpoint`.
 
     Raises:
         Everything that `reshard_checkpoint` raises.
     """
-    _copy_one(files, target, query, verify=verify, progress=progress, overwrite=overwrite)
-    return target.address
-
-
-def _copy_one(
-    files: FilesOfPlace,
-    target: SavePlace,
-    query: CheckpointQuery,
-    *,
-    verify: Verify = "structure",
-    progress: bool | None,
-    overwrite: bool = True,
-) -> None:
     source = CheckpointSource(files.place, CheckpointQuery(variant=query.variant))
     options = SaveOptions(variant=query.variant, progress=progress)
     beside = partial(_beside, files, query)
     reshard_source(source, target, options, beside=beside, overwrite=overwrite, verify=verify)
+    return target.address
 
 
 def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:
@@ -142,6 +112,5 @@ def without_marks(found: PushContents) -> PushContents:
             contents.pop(found.entries[variant], None)
             contents[names.index] = BytesSource(index.to_json())
     if CONFIG_NAME in contents:
-        with contents[CONFIG_NAME].open() as reader:
-            contents[CONFIG_NAME] = BytesSource(without_commit_keys(reader.read()))
+        contents[CONFIG_NAME] = BytesSource(without_commit_keys(read_all(contents[CONFIG_NAME])))
     return PushContents(contents, found.indexes, found.entries)

@@ -35,13 +35,8 @@ def push_parts(
 ) -> PushResult:
     """Push the weights that another framework saved in parts, as the safetensors files of `hfshard convert`.
 
-    Each tensor is read twice: for the hashes, and when its file is sent. Nothing is written to disk.
-
-    Args:
-        source: The directory.
-        repo_id: "org/name", or the path of a directory hub.
-        options: How to push.
-        allow_patterns, ignore_patterns: Select the companion files to push.
+    Each tensor is read twice: for the hashes, and when its file is sent. Nothing is written to disk. The patterns
+    select the companion files.
 
     Raises:
         CheckpointChangedError: The files were replaced meanwhile; nothing was committed.
@@ -73,12 +68,7 @@ class HubTransaction:
     """
 
     def __init__(self, new: NewCheckpoint, push: Callable[[dict[str, ByteSource]], list[PushResult]]) -> None:
-        """Keep what is pushed.
-
-        Args:
-            new: Everything that is saved except for the tensors.
-            push: Pushes files: name -> contents. It is called once, by `commit`.
-        """
+        """Keep what is pushed; `commit` calls `push` once, with name -> contents."""
         self._new = new
         self._push = push
         self._contents: dict[str, ByteSource] = {}

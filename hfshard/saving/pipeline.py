@@ -178,9 +178,7 @@ class Save:
     def into(self, target: Transaction, check: Callable[[], None] = lambda: None) -> bool:
         """Save into an open place.
 
-        Args:
-            target: The place.
-            check: Called before anything is written, and just before the commit; raises to cancel the save.
+        `check` is called before anything is written, and just before the commit; it raises to cancel the save.
 
         Returns:
             False if the place had exactly this already.
@@ -239,11 +237,10 @@ def save_request(
     check: Callable[[], None] = lambda: None,
     writer: ShardWriter | None = None,
 ) -> CheckpointIndex:
-    """Save the contents of a request, durably and all or nothing.
+    """Save the contents of a request, durably and all or nothing; a directory is created if it is missing.
 
     Args:
-        request: The data and options.
-        place: Where to save; a directory is created if it is missing.
+        request, place: What, and where.
         check: Called when the place is open, and just before the commit.
         writer: Writes the files; None: this process does.
 

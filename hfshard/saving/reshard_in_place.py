@@ -46,13 +46,8 @@ def reshard_in_place(
     2. It is committed by renaming an index that names its new files, and the old files of the groups to come.
     3. Its old files are removed, and the next group follows.
 
-    Readers see a complete checkpoint at any time; so does the next run if this one is killed.
-
-    Args:
-        checkpoint: Open; files that are removed are closed.
-        request: A request with the checkpoint's tensors.
-        place: The checkpoint's directory.
-        check: Called when the directory is locked.
+    Readers see a complete checkpoint at any time; so does the next run if this one is killed. The open files that are
+    removed are closed. `check` is called when the directory is locked.
 
     Raises:
         InvalidArgumentError: A setting in the environment is invalid.
@@ -75,10 +70,7 @@ def reshard_in_place(
 def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardPlan) -> ShardPlan:
     """Plan files that each consist of complete neighboring old files that fit, or of parts of one that does not.
 
-    Args:
-        checkpoint: Open, with its files in order.
-        request: The request to plan for.
-        whole: The plan that ignores the old files.
+    `whole` is the plan that ignores the old files.
     """
     specs = {spec.name: spec for spec in tensor_specs(request.tensors)}
     room = shard_metadata_bytes_of(request)
@@ -110,12 +102,7 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
 
 
 def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Group]:
-    """Group the new files by the old ones that their tensors come from.
-
-    Args:
-        plan: The new files; each consists of complete old files, or of parts of one.
-        contents: Old file -> names in it.
-    """
+    """Group the new files, as of `aligned_plan`, by the old ones (file -> names in it) that their tensors come from."""
     old_of = {name: file for file, names in contents.items() for name in names}
     groups: list[tuple[set[str], list[PlannedShard]]] = []
     for shard in plan.shards:
@@ -133,14 +120,9 @@ def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Gr
 
 
 def split_one_shard(plan: ShardPlan, names: WeightNames, contents: Mapping[str, Sequence[str]]) -> ShardPlan:
-    """Cut the smallest file of a plan in two, near its middle, so that the groups stay the same.
+    """Cut the smallest file of an `aligned_plan` in two, near its middle, so that the groups stay the same.
 
     A file that consists of several old ones is cut between two of them. If no file can be cut, an empty one is added.
-
-    Args:
-        plan: A plan of `aligned_plan`.
-        names: The checkpoint's file names.
-        contents: Old file -> names in it.
     """
     old_of = {name: file for file, members in contents.items() for name in members}
     shards = [shard.tensors for shard in plan.shards]

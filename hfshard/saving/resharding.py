@@ -137,7 +137,8 @@ def reshard_source(
         request = SaveRequest(options=options)
         if beside is not None:
             options = replace(options, checksum=recorded_checksum(checkpoint))
-            request = SaveRequest(options=options, kept_files=names_by_file(checkpoint))
+            files = tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())  # of pickles, none
+            request = SaveRequest(options=options, kept_files=files)
         of_model = _folder_of_model(checkpoint, config)
         request = with_tensors(request, checkpoint, None if is_file and config is None else of_model)
         if floating is not None:
@@ -198,13 +199,9 @@ def _with_companion_files(
 def request_of_parts(
     checkpoint: OpenCheckpoint, options: SaveOptions, address: str, *, follow_links: bool
 ) -> SaveRequest:
-    """Return what a save of weights in parts writes, and the files that go along.
+    """Return what a save of weights in parts writes to `address`, and the files that go along.
 
-    Args:
-        checkpoint: Open; it must stay open until it is saved.
-        options: How to save it.
-        address: The address of the target, for messages.
-        follow_links: As in `reshard_checkpoint`.
+    The checkpoint must stay open until it is saved.
     """
     folder = _folder_of_model(checkpoint, None)
     request = with_tensors(SaveRequest(options=options), checkpoint, folder)
@@ -250,12 +247,9 @@ _MetadataValue = TypeVar("_MetadataValue")
 
 
 def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, of_model: Folder | None) -> SaveRequest:
-    """Return a request with everything that a checkpoint contains, unchanged.
+    """Return a request with everything that a checkpoint contains, unchanged, and the configs in a folder.
 
-    Args:
-        request: Request with the options.
-        checkpoint: Open; it must stay open until it is saved.
-        of_model: The folder with its configs; None: they are left out.
+    The checkpoint must stay open until it is saved.
     """
     index = checkpoint.index
     tensors = raw_tensors(checkpoint)
@@ -467,11 +461,6 @@ def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
         return dict(checkpoint.foreign.table.sizes)
     pickles = {name: file.identity[2] for name, file in checkpoint.pickles.items()}
     return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
-
-
-def names_by_file(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
-    """List the names in each safetensors file, in the order of the files and of the bytes in them; skip pickles."""
-    return tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())
 
 
 def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:

@@ -118,12 +118,9 @@ def with_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_from_module(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
-    """Build the request for a module that transformers does not know.
+    """Build the request for a module that transformers does not know; wrappers around it are removed.
 
-    Args:
-        model: The module; wrappers around it are removed.
-        state_dict: Saved in place of the model's own; not mutated.
-        options: How to save it.
+    A state dict is saved in place of the model's own, and is not mutated.
     """
     return request_from_state_dict(collect_state_dict(model) if state_dict is None else dict(state_dict), options)
 

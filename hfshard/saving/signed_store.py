@@ -9,7 +9,7 @@ from typing import Final
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.constants import MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
-from hfshard.disk.byte_source import ByteSource, hash_all
+from hfshard.disk.byte_source import ByteSource, hash_all, read_all
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
@@ -49,8 +49,7 @@ def verify_signed_store(
     several at once.
 
     Args:
-        source: The checkpoint.
-        by: The required signer.
+        source, by: The checkpoint, and the required signer.
         verify: Checks the checkpoint without the signature.
         level: "full"; or "structure": weights are not read, only their records are compared.
         progress: Whether to show a bar.
@@ -84,7 +83,7 @@ def _with_signature(
 ) -> VerifyReport:
     listed = files.contents()
     sizes = {name: content.size for name, content in listed.items()}
-    manifest = stored_manifest(files.place, sizes, lambda _: _read(listed[SIGNATURE_NAME]), by)
+    manifest = stored_manifest(files.place, sizes, lambda _: read_all(listed[SIGNATURE_NAME]), by)
     contents = _as_pulled(files, manifest)
     objects = {name: one.found.name for name, one in contents.items() if isinstance(one, StoredSource)}
     place = SignedFolder(files.place, manifest, objects=objects)
@@ -102,14 +101,9 @@ def _with_signature(
     return with_compared(report, by, names, errors, place.left_out(there), unread=unread, read_bytes=total)
 
 
-def _read(content: ByteSource) -> bytes:
-    with content.open() as reader:
-        return reader.read()
-
-
 def _index(contents: Mapping[str, ByteSource], name: str) -> bytes:
     """Read an index; one that is too large to be read is empty, and thus none that was signed."""
-    return _read(contents[name]) if contents[name].size <= MAX_INDEX_BYTES else b""
+    return read_all(contents[name]) if contents[name].size <= MAX_INDEX_BYTES else b""
 
 
 def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSource]:

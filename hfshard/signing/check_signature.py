@@ -327,12 +327,11 @@ _BLOCK_BYTES: Final = 512
 """Unit of st_blocks."""
 
 
+@dataclass(frozen=True, slots=True)
 class RequiredSignature:
     """The signature that a load requires when it is given a public key."""
 
-    def __init__(self, by: SignedBy) -> None:
-        """Store the required signer."""
-        self.by = by
+    by: SignedBy
 
     def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedFolder:
         """Find and check a checkpoint's signature, and check every file that a load reads along with the weights.
@@ -346,19 +345,25 @@ class RequiredSignature:
         Raises:
             SignatureError: There is no signature, or one by another signer; a file differs, is missing, or was added.
         """
-        place = self._place(directory, subfolder, has_code=has_code)
+        place = self.find_all(directory, subfolder, has_code=has_code)
         place.check_beside()
         return place
 
     def find_in_store(self, folder: RangedFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
-        """Find the signature in a folder of a store; see `find_signed_objects` for arguments and errors."""
-        return find_signed_objects(folder, beside, self.by, has_code=has_code)
+        """Do what `find` does in a folder of a store, which was listed; `beside` are the small files that a load reads.
 
-    def find_all(self, directory: str, subfolder: str = "") -> SignedFolder:
+        Raises:
+            SignatureError: As in `find`; or a file is not signed.
+            InvalidArgumentError: Its digests are of another kind.
+        """
+        sizes = {name: folder.size(name) for name in folder.names()}
+        manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), self.by)
+        found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.version(SIGNATURE_NAME))
+        found.check_beside()
+        return found
+
+    def find_all(self, directory: str, subfolder: str, *, has_code: bool = False) -> SignedFolder:
         """Find and check the signature without comparing files; raise SignatureError if it is missing or not valid."""
-        return self._place(directory, subfolder, has_code=False)
-
-    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedFolder:
         root = directory.rstrip(os.sep) or os.sep
         if has_code or not os.path.lexists(os.path.join(root, SIGNATURE_NAME)):
             for _ in filter(None, subfolder.split("/")):  # code lies above too
@@ -401,10 +406,8 @@ def with_signature(
     Shards whose recorded sha256 was compared with their bytes for the report are not read again.
 
     Args:
-        report: The report of the checkpoint there.
-        by: The required signer.
-        directory: The directory, including the subfolder.
-        subfolder: The end of that path; see `RequiredSignature.find`.
+        report, by: The report of the checkpoint there, and the required signer.
+        directory, subfolder: As in `RequiredSignature.find`.
         level: "full"; or "structure": weights are not read, only their records are compared.
         progress: Whether to show a bar.
     """
@@ -457,8 +460,7 @@ def with_compared(
     """Add to a report what the comparison with a signature found.
 
     Args:
-        report: The report without the signature.
-        by: The required signer.
+        report, by: The report without the signature, and the required signer.
         names: The signed files that exist.
         errors: The files that differ, are missing, or were added.
         left_out: The files that were left out of the signature on purpose.
@@ -484,13 +486,7 @@ def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> Ver
 
 
 def recorded_digests(manifest: SignedManifest, names: Collection[str], read: Callable[[str], bytes]) -> dict[str, str]:
-    """Collect the sha256 of shards from the indexes that are as they were signed.
-
-    Args:
-        manifest: The manifest of the signature.
-        names: Signed files that exist.
-        read: Reads a small one.
-    """
+    """Collect the sha256 of shards from the indexes, among existing signed files, that are as they were signed."""
     found: dict[str, str] = {}
     for name in filter(INDEX_FILE.fullmatch, names):
         raw = read(name)
@@ -570,8 +566,8 @@ class SignedObjects:
         shards = checkpoint.shards
         with byte_progress("Verifying", sum(one.size for one in shards.values()), progress) as progress_callback:
             run_in_threads(
-                lambda name, cancelled: self._check_shard(
-                    name, shards[name], cancellable(progress_callback, cancelled)
+                lambda name, cancelled: self._compare(
+                    name, shards[name].checked_sha256(FileDigest(), cancellable(progress_callback, cancelled))
                 ),
                 sorted(shards, key=lambda name: -shards[name].size),
                 FILES_AT_ONCE,
@@ -597,42 +593,13 @@ class SignedObjects:
         }
         return SignedFolder(self.folder.path, self.manifest, objects=objects)
 
-    def _check_shard(self, name: str, shard: SafetensorsShard, progress_callback: ProgressCallback) -> None:
-        self._compare(name, shard.checked_sha256(FileDigest(), progress_callback))
-
     def _compare(self, name: str, sha256: str) -> None:
         if self.manifest.digests.get(name) != {name: sha256}:
             raise self._place.differs(name)
 
 
-def find_signed_objects(folder: RangedFolder, beside: FilesBeside, by: SignedBy, *, has_code: bool) -> SignedObjects:
-    """Find and check the signature in a store folder, and check every file that a load reads along with the weights.
-
-    Args:
-        folder: The folder, listed.
-        beside: The small files that a load reads.
-        by: The required signer.
-        has_code: Whether code of the checkpoint may be run.
-
-    Raises:
-        SignatureError: There is no signature, or one by another signer; a file differs, is not signed, or is missing.
-        InvalidArgumentError: Its digests are of another kind.
-    """
-    sizes = {name: folder.size(name) for name in folder.names()}
-    manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), by)
-    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.version(SIGNATURE_NAME))
-    found.check_beside()
-    return found
-
-
 def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], bytes], by: SignedBy) -> SignedManifest:
-    """Check the signature of a place in a store.
-
-    Args:
-        place: Its address.
-        sizes: Name of each file there -> bytes.
-        read: Reads the signature, given the maximum number of bytes.
-        by: The required signer.
+    """Check the signature of a place in a store with these files (name -> bytes); `read` gets the limit in bytes.
 
     Raises:
         SignatureError: There is no signature, or one by another signer.

@@ -117,14 +117,10 @@ class _Reader:
 def sign_digests(
     directory: str, target: str, digests: Mapping[str, str], ignored: Collection[str], choose: Callable[[Any], Any]
 ) -> None:
-    """Sign digests, and write the signature.
+    """Sign digests (path in the directory -> sha256 in hex), and write the signature to `target`.
 
-    Args:
-        directory: The model's directory; the signature includes its name.
-        target: The file to write.
-        digests: Path in the directory -> sha256 in hex.
-        ignored: The paths in the directory that were left out.
-        choose: Sets the signer of the library's `signing.Config`.
+    The signature includes the directory's name, and the paths in it that were left out. `choose` sets the signer of the
+    library's `signing.Config`.
 
     Raises:
         SignatureError: The library rejects the key, or can't sign.
@@ -147,14 +143,9 @@ def sign_digests(
 def signed_manifest(
     directory: str, signature: str, choose: Callable[[Any], Any], wanted: str, raw: bytes
 ) -> SignedManifest:
-    """Verify a signature, and return what was signed; no file of the model is read.
+    """Verify the contents of a signature file, and return what was signed; no file of the model is read.
 
-    Args:
-        directory: The model's directory.
-        signature: The file of the signature.
-        choose: Sets the verifier of the library's `verifying.Config`.
-        wanted: The required signer, for messages.
-        raw: The contents of the signature file.
+    `choose` sets the verifier of the library's `verifying.Config`; `wanted` describes the required signer for messages.
 
     Raises:
         SignatureError: It is not a signature, or one by another signer.

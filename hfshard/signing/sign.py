@@ -16,7 +16,7 @@ from hfshard.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit.directory_state import find_enclosing_hub
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
-from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
+from hfshard.disk.byte_source import ByteSource, BytesSource, file_source, read_all
 from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_exists, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
@@ -190,8 +190,7 @@ def _card_in(directory: str, names: Sequence[str]) -> Iterator[None]:
     card = draw_card({**contents, SIGNATURE_NAME: BytesSource(b"")}, os.path.basename(directory))
     old: dict[str, bytes | None] = dict.fromkeys((CARD_PICTURE, README))
     for name in old.keys() & contents.keys():
-        with contents[name].open() as reader:
-            old[name] = reader.read()
+        old[name] = read_all(contents[name])
     new = {CARD_PICTURE: card.picture, README: merge_card(old[README], card.text, os.path.basename(directory))}
     try:
         for name, raw in new.items():

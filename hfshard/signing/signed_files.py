@@ -11,7 +11,14 @@ from typing import Any, Final
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.folder import LocalFolder
-from hfshard.constants import BIN_SUFFIX, FILES_AT_ONCE, SAFETENSORS_SUFFIX, SIGNATURE_NAME, WEIGHTS_SUFFIXES
+from hfshard.constants import (
+    BIN_SUFFIX,
+    FILES_AT_ONCE,
+    SAFETENSORS_SUFFIX,
+    SIGNATURE_NAME,
+    TRAINING_FILES,
+    WEIGHTS_SUFFIXES,
+)
 from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.errors import CheckpointChangedError, SignatureError
 from hfshard.format.file_names import INDEX_FILE
@@ -55,11 +62,7 @@ def is_signable(name: str) -> bool:
 
 
 def list_files(directory: str, *, takes_debris: bool = False) -> SignableFiles:
-    """List the files below a directory that a signature covers.
-
-    Args:
-        directory: The directory to list.
-        takes_debris: Include the files of `TEMPORARY_NAMES`.
+    """List the files below a directory that a signature covers; and those of `TEMPORARY_NAMES`, if it takes debris.
 
     Raises:
         SignatureError: An entry is neither a file nor a link to one, or its name is not printable; or a folder can't be
@@ -102,12 +105,7 @@ def max_signature_bytes(files: int, total_bytes: int) -> int:
 def hash_files(
     directory: str, names: Collection[str], progress_callback: ProgressCallback | None = None
 ) -> dict[str, tuple[str, FileIdentity]]:
-    """Compute the sha256 of files, several at once.
-
-    Args:
-        directory: Their directory.
-        names: Paths in it.
-        progress_callback: Called with the number of bytes of each block.
+    """Compute the sha256 of files of a directory, several at once; the callback gets the number of bytes of each block.
 
     Returns:
         Path -> sha256 in hex, and the identity that tells the file from a replacement.
@@ -194,9 +192,6 @@ _DOCUMENTS: Final = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".
 _FOR_PROGRAMS: Final = (".py", ".json", ".jinja", ".txt", ".model", *_READ_WEIGHTS)
 """Suffixes of files that are rejected if not signed, even if the signer left them out on purpose."""
 
-_TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
-"""Files of a training checkpoint that no model needs, so that a pull of the model leaves them out."""
-
 _CODE_KEY: Final = "auto_map"
 """Key of a config that names code."""
 
@@ -221,7 +216,7 @@ def is_needed(name: str) -> bool:
     """Return whether a file that a load may read must exist; files of other weights and of training may be missing."""
     last = os.path.basename(name)
     is_of_weights = last.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(last) is not None
-    return may_be_read(name) and not is_of_weights and last not in _TRAINING
+    return may_be_read(name) and not is_of_weights and last not in TRAINING_FILES
 
 
 def is_optional(name: str) -> bool:

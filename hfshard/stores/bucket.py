@@ -45,7 +45,7 @@ from hfshard.stores.hub_calls import (
 )
 from hfshard.stores.retry import idle_timeout
 from hfshard.stores.store import StoredObject, neighbors_of
-from hfshard.stores.xet import XetFailedError, XetReader, XetUpload
+from hfshard.stores.xet import XetCommit, XetFailedError, XetReader
 from hfshard.stores.xet_tokens import XetTokens, bucket_token_url
 
 
@@ -65,7 +65,6 @@ class BucketStore:
         self._reader = XetReader(XetTokens(bucket_token_url(address.bucket, "read")))
 
     def __repr__(self) -> str:
-        """Show the address."""
         return f"{type(self).__name__}({str(self.address)!r})"
 
     def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
@@ -120,7 +119,7 @@ class BucketStore:
     def open_writer(self, name: str, size: int, replaced: StoredObject | None = None) -> BucketWriter:
         """Begin a large object of `size` bytes; its hash identifies it, whatever it replaces."""
         with translate_bucket_errors(self.address):
-            return BucketWriter(self, name, size, XetUpload(self._write_tokens, size))
+            return BucketWriter(self, name, size, self._write_tokens)
 
     def copy(self, source: StoredObject, target: str) -> StoredObject:
         """Give an object's contents a second name; see `Store`."""
@@ -167,27 +166,28 @@ class BucketStore:
 
 
 class BucketWriter:
-    """A large object that is sent as a stream; see `ObjectWriter`."""
+    """A large object that is sent as a stream, in a commit of its own; see `ObjectWriter`."""
 
-    def __init__(self, store: BucketStore, name: str, size: int, upload: XetUpload) -> None:
-        """Store the arguments."""
+    def __init__(self, store: BucketStore, name: str, size: int, tokens: XetTokens) -> None:
+        """Wait until the upload's memory is free, and begin it."""
         self._store, self._name, self._size = store, name, size
-        self._upload = upload
         self._written = 0
+        self._commit = XetCommit(tokens, size)
+        try:
+            self._stream = self._commit.open()
+        except BaseException:
+            self._commit.abort()
+            raise
 
     def write(self, block: memoryview) -> None:
         """Send the next bytes; the caller can reuse their memory on return. Wait while too much is in flight."""
         raw = block.cast("B")
         with translate_bucket_errors(self._store.address):
-            self._upload.write(raw)
+            self._stream.write(raw)
         self._written += len(raw)
 
     def finish(self) -> StoredObject:
         """Create the object from the bytes that were written, replacing one of the same name."""
-        return self._store._name(self.send())
-
-    def send(self) -> StoredObject:
-        """Finish sending all bytes to the storage; the object has no name yet."""
         if self._written != self._size:
             raise StoreError(
                 f"'{self._store.address.joined(self._name)}' was declared with {self._size} bytes, got "
@@ -196,12 +196,13 @@ class BucketWriter:
                 actual=self._written,
             )
         with translate_bucket_errors(self._store.address):
-            sent = self._upload.finish()
-        return StoredObject(self._name, sent.size, sent.hash)
+            sent = self._stream.finish()
+            self._commit.finish()
+        return self._store._name(StoredObject(self._name, sent.size, sent.hash))
 
     def abort(self) -> None:
         """Give up. The Hub removes what was sent in its own time, since it has no name."""
-        self._upload.abort()
+        self._commit.abort()
 
 
 # The Hub's calls for one bucket's files: listing, naming, copying and deleting; the bytes go over Xet.
@@ -221,7 +222,6 @@ class BucketCalls:
     """
 
     def __init__(self, address: StoreAddress) -> None:
-        """Store the address, which error messages also use, without sending a request."""
         self._address = address
         self._bucket = address.bucket
 
@@ -241,7 +241,7 @@ class BucketCalls:
     def find(self, paths: Collection[str]) -> list[BucketFile]:
         """Find the files that exist among these paths."""
         found: list[BucketFile] = []
-        with self._errors():
+        with translate_bucket_errors(self._address):
             for some in _portions(list(paths)):
                 response = self._ask("POST", self._url("paths-info"), json={"paths": some})
                 hf_raise_for_status(response)
@@ -250,19 +250,19 @@ class BucketCalls:
 
     def name(self, path: str, xet_hash: str) -> None:
         """Give a name to contents that were sent to the storage, replacing a file of that name."""
-        with self._errors():
+        with translate_bucket_errors(self._address):
             self._change([{"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": _now()}])
 
     def copy(self, xet_hash: str, path: str) -> None:
         """Give a file of the bucket a second name."""
         source = {"sourceRepoType": "bucket", "sourceRepoId": self._bucket, "xetHash": xet_hash}
-        with self._errors():
+        with translate_bucket_errors(self._address):
             self._change([{"type": "copyFile", "path": path, "mtime": _now(), **source}])
 
     def delete(self, paths: Collection[str]) -> None:
         """Delete files; a missing one is not an error."""
         for some in _portions(list(paths)):
-            with self._errors():
+            with translate_bucket_errors(self._address):
                 try:
                     self._change([{"type": "deleteFile", "path": path} for path in some])
                 except BucketBatchError:
@@ -284,7 +284,7 @@ class BucketCalls:
         below = f"/{quote(folder, safe='')}" if folder else ""
         url: str | None = self._url(f"tree{below}?recursive={str(recursive).lower()}")
         found: list[BucketFile | BucketFolder] = []
-        with self._errors():
+        with translate_bucket_errors(self._address):
             try:
                 while url is not None:
                     response = self._ask("GET", url)
@@ -304,11 +304,6 @@ class BucketCalls:
         if "content" in body:
             headers["Content-Type"] = "application/x-ndjson"
         return http_backoff(method, url, headers=headers, timeout=idle_timeout() or 1, **body)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        with translate_bucket_errors(self._address):
-            yield
 
 
 def _described(item: dict[str, Any]) -> BucketFile | BucketFolder:

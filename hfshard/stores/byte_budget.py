@@ -127,7 +127,6 @@ class ByteShare:
     """Bytes of a budget, until `end` or the end of a `with` block."""
 
     def __init__(self, budget: ByteBudget) -> None:
-        """Store the budget."""
         self._budget = budget
 
     def end(self) -> None:
@@ -135,11 +134,9 @@ class ByteShare:
         self._budget.give_back(self)
 
     def __enter__(self) -> ByteShare:
-        """Return the share."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Return the bytes."""
         self.end()
 
     def __del__(self) -> None:

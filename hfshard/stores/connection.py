@@ -139,12 +139,10 @@ def make_clients(
     allow_http: bool,
     authority: bytes | None = None,
 ) -> tuple[Client, Client]:
-    """Create `Connection.quick` and `Connection.uploads`.
+    """Create `Connection.quick` and `Connection.uploads`, each by calling `make` with its settings.
 
     Args:
-        make: Create a client of the bucket from these settings.
-        service: The bucket's service.
-        address: The bucket's address.
+        make, service, address: The constructor, and the bucket's service and address.
         allow_http: Whether the endpoint that the user has set is unencrypted.
         authority: Certificates to trust in addition to the system's.
 
@@ -180,9 +178,7 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
     """Build the error for a request that failed permanently, with advice on what to do.
 
     Args:
-        service: The bucket's service.
-        bucket: The bucket's address.
-        where: The address of the requested object or folder.
+        service, bucket, where: The service, the bucket's address, and that of the requested object or folder.
         failure: The failure; neither a missing object nor a condition that does not hold.
     """
     if failure.no_bucket:
@@ -356,11 +352,7 @@ class Failure:
 
 
 def read_failure(error: BaseException) -> Failure:
-    """Parse an exception of obstore.
-
-    Args:
-        error: One of `OBSTORE_ERRORS`.
-    """
+    """Parse an exception of obstore: one of `OBSTORE_ERRORS`."""
     shown, _, debug = str(error).partition(_DEBUG)
     status = _STATUS.search(shown)
     code = _first(_CODE, shown)
@@ -424,11 +416,7 @@ class RequestRetry(Retry):
     """Retry of one request to a store: after which failures, how soon, and for how long."""
 
     def __init__(self, follow: Callable[[Failure], bool] = lambda failure: False) -> None:
-        """Start the clock.
-
-        Args:
-            follow: After a failure, return whether the request now goes to another region; see `Connection.follower`.
-        """
+        """Start the clock; `follow` decides after a failure whether to try another region, as `Connection.follower`."""
         super().__init__(longest_seconds=_LONGEST_WAIT, jitter=_JITTER)
         self._follow = follow
 
@@ -464,11 +452,7 @@ def read_variable(name: str) -> str:
 
 
 def check_text(text: str, source: str) -> None:
-    """Reject text that no request header can have.
-
-    Args:
-        text: The text. It can be a secret, so the message does not show it.
-        source: Its name or source, as the beginning of a sentence.
+    """Reject text that no request header can have; `source` is the beginning of the message, which shows no secret.
 
     Raises:
         StoreAccessError: The text has a control character.
@@ -482,13 +466,7 @@ def check_text(text: str, source: str) -> None:
 
 
 def client_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Build settings from variables that obstore would otherwise read with the blanks at their ends.
-
-    Args:
-        variables: Variable that obstore reads by itself -> its name for the setting.
-
-    Returns:
-        Settings -> their values.
+    """Build settings from variables (-> setting) that obstore would otherwise read with the blanks at their ends.
 
     Raises:
         StoreAccessError: A variable has a control character, or nothing but blanks.
@@ -507,15 +485,12 @@ class PlainVariables(Mapping[str, str]):
     """The environment as `read_variable` reads it, for libraries that accept one; read on access."""
 
     def __getitem__(self, name: str) -> str:
-        """Read a variable."""
         if name not in os.environ:
             raise KeyError(name)
         return read_variable(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
         return iter(os.environ)
 
     def __len__(self) -> int:
-        """Return the number of variables."""
         return len(os.environ)

@@ -194,21 +194,18 @@ class _XmlCalls:
         if not self._log_in():
             return 0
         swept = 0
-        markers = {"": ""}
-        while markers:
-            query = {"uploads": "", "prefix": prefix, **{k: v for k, v in markers.items() if k}}
-            page = self._ask("GET", f"?{urllib.parse.urlencode(query)}")
+        query = {"uploads": "", "prefix": prefix}
+        markers: dict[str, str] = {}
+        while True:
+            page = self._ask("GET", f"?{urllib.parse.urlencode(query | markers)}")
             for upload in _UPLOAD.findall(page):
                 key = _text(upload, "Key")
                 if is_left(key.removeprefix(prefix)):
                     swept += self._abort(key, _text(upload, "UploadId"))
-            more = _text(page, "IsTruncated") == "true"
-            markers = (
-                {"key-marker": _text(page, "NextKeyMarker"), "upload-id-marker": _text(page, "NextUploadIdMarker")}
-                if more
-                else {}
-            )
-        return swept
+            if _text(page, "IsTruncated") != "true":
+                return swept
+            found = {"key-marker": _text(page, "NextKeyMarker"), "upload-id-marker": _text(page, "NextUploadIdMarker")}
+            markers = {name: value for name, value in found.items() if value}
 
     def _abort(self, key: str, upload: str) -> int:
         query = urllib.parse.urlencode({"uploadId": upload})

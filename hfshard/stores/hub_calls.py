@@ -70,10 +70,6 @@ def check_settings(token: str | bool | None, access_error: type[HfshardError]) -
 
     huggingface_hub removes newlines from the environment's tokens, and nothing else.
 
-    Args:
-        token: The call's token argument.
-        access_error: The class of the error to raise.
-
     Raises:
         HfshardError: An `access_error`: the token or HF_ENDPOINT is not valid.
     """

@@ -70,8 +70,8 @@ class ObjectStore:
 
     def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
         """List the objects of a folder; see `Store`."""
-        below = self._prefix + (f"{folder}/" if folder else "")
         if recursive:
+            below = self._below(folder)
             listed = self._ask(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
         else:
             listed = self._list_level(folder)["objects"]
@@ -84,7 +84,7 @@ class ObjectStore:
 
     def folders(self, folder: str = "") -> list[str]:
         """Name the folders directly in a folder; see `Store`."""
-        below = self._prefix + (f"{folder}/" if folder else "")
+        below = self._below(folder)
         return sorted(one.removeprefix(below).rstrip("/") for one in self._list_level(folder)["common_prefixes"])
 
     def neighbors(self) -> list[str]:
@@ -176,6 +176,9 @@ class ObjectStore:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
+    def _below(self, folder: str) -> str:
+        return self._prefix + (f"{folder}/" if folder else "")
+
     def _at(self, name: str) -> str:
         return str(self._address.joined(name)) if name else str(self._address)
 
@@ -185,7 +188,7 @@ class ObjectStore:
 
     def _list_level(self, folder: str) -> obstore.ListResult[Sequence[ObjectMeta]]:
         """List one level: the objects of a folder, and its folders."""
-        below = self._prefix + (f"{folder}/" if folder else "")
+        below = self._below(folder)
         listed = self._ask(lambda: obstore.list_with_delimiter(self._connection.quick, below or None), folder)
         self._bucket_seen = True
         return listed
@@ -195,13 +198,7 @@ class ObjectStore:
         return self._attempt(lambda: ask(request), name)
 
     def _attempt(self, action: Callable[[], T], name: str, note: Callable[[Failure], None] = lambda failure: None) -> T:
-        """Send a request, with retries.
-
-        Args:
-            action: The request.
-            name: The requested object or folder, for messages.
-            note: Called with each failure after which the request may have been carried out.
-        """
+        """Send a request, with retries; `note` gets each failure after which it may have been carried out."""
         retry = RequestRetry(self._connection.follower())
         while True:
             self._connection.check_process()
@@ -326,10 +323,8 @@ class Upload:
         """Begin the upload.
 
         Args:
-            connection: The bucket's connection.
-            key: The object's name in the bucket.
-            name: Its name below the store's prefix.
-            size: Its bytes.
+            connection, size: The bucket's connection, and the object's bytes.
+            key, name: The object's name in the bucket, and below the store's prefix.
             replaced: The object that it replaces.
             put_whole: Put it in one request.
             find: Look up the object of this name after a lost response.
@@ -539,7 +534,6 @@ class BufferPool(ByteBudget):
     """Pool of reusable buffers for parts."""
 
     def __init__(self) -> None:
-        """Start empty."""
         super().__init__(by_thread=False)
 
     def _renew(self) -> None:

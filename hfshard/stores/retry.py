@@ -153,11 +153,7 @@ class Retry:
 
 
 def retry_after(response: Any) -> float | None:
-    """Return the seconds that a response asks clients to wait; None if it does not say.
-
-    Args:
-        response: A response with headers.
-    """
+    """Return the seconds that a response asks clients to wait; None if it does not say."""
     value = response.headers.get("Retry-After")
     if value is None:
         return None

@@ -309,15 +309,6 @@ def _copy_pinned(
 ) -> str | None:
     """Copy an object on the server if it still has an ETag.
 
-    Args:
-        client: botocore's client.
-        encryption: How the copy is encrypted.
-        bucket: The bucket of the object and the copy.
-        key: The object's key.
-        etag: The ETag that the object must have.
-        size: The object's bytes.
-        target: The copy's key.
-
     Returns:
         The copy's ETag; None if the object has another ETag or is gone.
     """

@@ -34,7 +34,6 @@ class XetFailedError(Exception):
     """Failure of hf_xet after its retries; the message has no token and no signed URL."""
 
     def __init__(self, message: str, kind: FailureKind) -> None:
-        """Store the message and the kind of failure."""
         super().__init__(message)
         self.kind: FailureKind = kind
 
@@ -232,8 +231,7 @@ class XetCommit:
         """Wait until this commit's memory is free, and begin.
 
         Args:
-            tokens: Tokens to write.
-            total_bytes: Bytes of all files that will be sent.
+            tokens, total_bytes: Tokens to write, and the bytes of all files that will be sent.
             at_once: Number of large files that will be sent at once; each takes its share of the memory.
             memory_bytes: Memory that all transfers may use; None: `store_memory_bytes`.
 
@@ -306,7 +304,6 @@ class XetStream:
     """One file of a commit."""
 
     def __init__(self, commit: XetCommit, stream: Any) -> None:
-        """Store the commit and the stream."""
         self._commit, self._stream = commit, stream
         self._written = 0
 
@@ -325,33 +322,6 @@ class XetStream:
         return XetFile(str(found.hash), int(found.file_size))
 
 
-class XetUpload:
-    """Upload of one file: an `XetCommit` with a single `XetStream`."""
-
-    def __init__(self, tokens: XetTokens, size: int) -> None:
-        """Wait until this upload's memory is free, and begin."""
-        self._commit = XetCommit(tokens, size)
-        try:
-            self._stream = self._commit.open()
-        except BaseException:
-            self._commit.abort()
-            raise
-
-    def write(self, block: memoryview) -> None:
-        """Send the next bytes."""
-        self._stream.write(block)
-
-    def finish(self) -> XetFile:
-        """Commit the file to the storage."""
-        found = self._stream.finish()
-        self._commit.finish()
-        return found
-
-    def abort(self) -> None:
-        """Send nothing more."""
-        self._commit.abort()
-
-
 # Downloads from Xet storage as streams, straight into memory.
 
 
@@ -363,24 +333,13 @@ class XetReader:
     """Reader of one bucket's or repo's files."""
 
     def __init__(self, tokens: XetTokens) -> None:
-        """Open the reader without sending a request.
-
-        Args:
-            tokens: Tokens to read.
-        """
         self._tokens = tokens
         self._lock = threading.Lock()
         self._group: Any = None
         self._session: Any = None
 
     def read_into(self, file_hash: str, size: int, begin: int, target: memoryview) -> None:
-        """Fill memory with a file's bytes. Several threads can read at once.
-
-        Args:
-            file_hash: The hash by which the storage knows the file.
-            size: Bytes of the complete file.
-            begin: Position of the first byte to read.
-            target: Memory to fill completely.
+        """Fill memory with a file's bytes from `begin` on. Several threads can read at once.
 
         Raises:
             XetFailedError: The storage refused, has no such file, cannot be reached, or stopped responding.

@@ -39,12 +39,7 @@ class XetTokens:
     """
 
     def __init__(self, url: str, token: str | bool | None = None) -> None:
-        """Store the arguments without sending a request.
-
-        Args:
-            url: URL of the Hub's call that issues tokens, from `bucket_token_url` or `repo_token_url`.
-            token: The user's token, as in huggingface_hub.
-        """
+        """Store the URL of the Hub's call that issues tokens, and the user's token, without sending a request."""
         self._url, self._user = url, token
         self._lock = threading.Lock()
         self._kept: XetToken | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfshard.commit.transaction import KnownFile, OwnShardWriter, link_if_same, link_unchanged
+from hfshard.commit.transaction import KnownFile, OwnShardWriter, link_if_same
 from hfshard.errors import RankFailedError
 from hfshard.shards.write_shards import WriteJob
 
@@ -49,7 +49,7 @@ def test_only_files_that_are_known_and_equal_to_the_last_byte_are_linked(old: Kn
     known = {str(old.digest.fingerprint): old}
     assert list(OwnShardWriter().fingerprints(jobs, "sha256"))[:2] == 2 * [old.digest.fingerprint]
 
-    linked = link_unchanged(jobs, known, "sha256")
+    linked = OwnShardWriter().link(jobs, known, "sha256")
 
     assert [digest is not None for digest in linked] == [False, True, False]
     assert sorted(os.listdir(tmp_path)) == ["b", "old.safetensors"]

@@ -28,8 +28,8 @@ LIMITS = {
     "load_state_dict": 20,
     "from_pretrained": 30,
     "save_pretrained": 30,
-    "push_to_hub": 35,
-    "verify_checkpoint": 18,
+    "push_to_hub": 34,
+    "verify_checkpoint": 17,
     "CheckpointManager.save": 35,  # 34 where PEFT is not imported
     "CheckpointManager.restore": 40,
 }

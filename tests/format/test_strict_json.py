@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.format.strict_json import PassOver, dump_json, is_too_deep, padded_json, parse_json_object, without_padding
+from hfshard.format.strict_json import (
+    PassOver,
+    dump_json,
+    is_too_deep,
+    json_object_or_none,
+    padded_json,
+    parse_json_object,
+    without_padding,
+)
 
 
 def lists(levels: int) -> bytes:
@@ -168,3 +176,9 @@ def test_padded_json_has_the_same_size_whatever_its_numbers_are() -> None:
     assert len(padded_json(longest).rstrip()) == len(raw.rstrip())
     assert json.loads(padded_json(longest)) == longest
     assert len(padded_json({"text": "x" * 4096})) == 8192
+
+
+def test_where_another_reader_reports_defects_they_give_none() -> None:
+    for raw in (b"", b"{", b"[1]", b"\xff{}", b"[" * 100_000):
+        assert json_object_or_none(raw) is None
+    assert json_object_or_none(b'{"a": 1}') == {"a": 1}

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants, try_to_load_from_cache
 
 from hfshard.errors import HubError, UnsafePathError
-from hfshard.hub.cache import RepoCache, is_commit
+from hfshard.hub.cache import RepoCache
 from hfshard.hub.repo import RemoteFile
 
 COMMIT, OTHER = "a1" * 20, "b2" * 20
@@ -24,11 +24,6 @@ def cache(tmp_path: Path) -> RepoCache:
     cache.prepare()
     Path(cache.blob(FILE)).write_text("12345")
     return cache
-
-
-def test_only_a_full_hash_in_lower_case_is_a_commit() -> None:
-    assert is_commit(COMMIT)
-    assert [is_commit(name) for name in (None, "main", COMMIT[:-1], COMMIT.upper(), COMMIT + "\n")] == [False] * 5
 
 
 def test_a_revision_is_remembered_where_huggingface_hub_looks_for_it(cache: RepoCache, tmp_path: Path) -> None:

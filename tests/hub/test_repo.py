@@ -12,7 +12,6 @@ from hfshard.hub.repo import (
     RefKind,
     RemoteFile,
     full_name,
-    git_blob_id,
     is_commit_id,
     is_plain_path,
     pr_revision,
@@ -26,8 +25,8 @@ HELLO_SHA256 = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03
 
 
 def test_a_small_file_is_known_by_the_hash_that_git_gives_it() -> None:
-    assert git_blob_id(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
-    assert git_blob_id(b"hello\n") == HELLO_BLOB
+    for raw, blob_id in ((b"", "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"), (b"hello\n", HELLO_BLOB)):
+        assert RemoteFile(len(raw), blob_id=blob_id).has_contents(BytesSource(raw))
 
 
 @pytest.mark.parametrize("hashes", [{"sha256": HELLO_SHA256}, {"blob_id": HELLO_BLOB}], ids=["sha256", "git"])
@@ -98,7 +97,8 @@ def test_a_full_name_tells_its_kind_and_its_short_name() -> None:
 
     assert [ref_kind(ref) for ref in refs] == ["branch", "tag", "pr"]
     assert [short_name(ref) for ref in refs] == ["a/b", "v1", "refs/pr/3"]
-    assert [is_commit_id(name) for name in (COMMIT, COMMIT.upper(), COMMIT + "\n")] == [True, False, False]
+    assert is_commit_id(COMMIT)
+    assert [is_commit_id(name) for name in (None, "main", COMMIT[:-1], COMMIT.upper(), COMMIT + "\n")] == [False] * 5
 
 
 def test_a_pull_request_is_named_by_the_last_part_of_its_page() -> None:

@@ -12,7 +12,7 @@ import hfshard
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.ranged_folder import StoreFolder
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource
 from tests.stores.saving.memory_store import MemoryStore
@@ -28,19 +28,6 @@ def test_a_directory_is_found_with_its_subfolder(tmp_path: Path) -> None:
 
 def test_a_repo_is_not_on_this_machine() -> None:
     assert CheckpointSource("org/name").find_local() is None
-
-
-def test_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
-
-    with pytest.raises(InvalidArgumentError, match=r"is a file\. Pass the directory"):
-        CheckpointSource(str(tmp_path / "model.safetensors")).find_local()
-
-
-@pytest.mark.parametrize("path", ["/no/such/directory", "./missing", "a/b/c"])
-def test_a_path_that_leads_nowhere_is_not_taken_for_a_repo(path: str) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="directory"):
-        CheckpointSource(path).find_local()
 
 
 def test_a_variant_that_is_no_part_of_a_name_is_refused() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubError, InvalidArgumentError
+from tests.saving.helpers import flip
 
 SHARDED = {"a": torch.ones(3), "b": torch.zeros(2000)}
 
@@ -56,9 +57,7 @@ def test_a_file_is_loaded_into_a_module(folder: Path) -> None:
 
 def test_damage_of_a_file_is_found(folder: Path) -> None:
     path = folder / "model-00001-of-00002.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    flip(path, -1)
     assert not hfshard.verify_checkpoint(folder / "model.safetensors.index.json").ok
     assert hfshard.verify_checkpoint(path).warnings, "the checksums of a shard are in the index"
 

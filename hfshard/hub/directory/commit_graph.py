@@ -86,11 +86,8 @@ def snapshot_path(root: str, commit: str) -> str:
 
 def commit_ids(root: str) -> list[str]:
     """List the ids of all commits of a hub, sorted."""
-    try:
-        names = os.listdir(os.path.join(root, COMMITS))
-    except FileNotFoundError:  # no commit yet
-        return []
-    return sorted(name[:40] for name in names if name.endswith(".json") and is_commit_id(name[:-5]))
+    names = _listing(os.path.join(root, COMMITS))
+    return sorted(name[:-5] for name in names if name.endswith(".json") and is_commit_id(name[:-5]))
 
 
 def read_commit_manifest(root: str, commit: str) -> CommitManifest:
@@ -104,13 +101,7 @@ def read_commit_manifest(root: str, commit: str) -> CommitManifest:
 
 
 def missing_manifest(root: str, commit: str, why: str) -> DamagedCheckpointError:
-    """Build the error for a commit whose manifest was lost.
-
-    Args:
-        root: The hub.
-        commit: Its id.
-        why: The reason that the commit is needed; "" if none is known.
-    """
+    """Build the error for a commit whose manifest was lost; `why` is the reason that it is needed, "" if unknown."""
     path = manifest_path(root, commit)
     needed = f", and {why}" if why else ""
     return DamagedCheckpointError(
@@ -480,37 +471,33 @@ def unfinished_commit(root: str) -> str | None:
 
 
 def reachable(root: str, named: dict[str, str]) -> set[str]:
-    """Find the commits that names lead to, directly or through parents, including deleted ones.
-
-    Args:
-        root: The hub.
-        named: Full name of a ref -> id.
+    """Find the commits that names lead to (full name -> id), directly or through parents, deleted ones included.
 
     Raises:
         DamagedCheckpointError: A manifest in a history is missing or can't be read, so that its parents are unknown.
     """
-    reached: set[str] = set()
-    ends = deque((commit, f"'{ref}' points to it") for ref, commit in named.items())
-    while ends:
-        commit, why = ends.popleft()
-        if commit not in reached:
-            reached.add(commit)
-            ends += [(parent, f"commit {commit} is based on it") for parent in _parents_even_deleted(root, commit, why)]
-    return reached
+    return _follow(root, ((commit, f"'{ref}' points to it") for ref, commit in named.items()))
 
 
 def reachable_from(root: str, commits: Iterable[str]) -> set[str]:
     """Find commits and their parents, direct and indirect, that readable manifests lead to."""
+    return _follow(root, ((commit, "") for commit in commits), skips_damaged=True)
+
+
+def _follow(root: str, ends: Iterable[tuple[str, str]], *, skips_damaged: bool = False) -> set[str]:
+    """Find commits and their ancestors; `ends` has the commits, and why each is needed."""
     reached: set[str] = set()
-    ends = list(commits)
-    while ends:
-        commit = ends.pop()
-        if commit not in reached:
-            reached.add(commit)
-            try:
-                ends += _parents_even_deleted(root, commit, "")
-            except DamagedCheckpointError:
-                continue  # what came before it is unknown
+    left = deque(ends)
+    while left:
+        commit, why = left.popleft()
+        if commit in reached:
+            continue
+        reached.add(commit)
+        try:
+            left += [(parent, f"commit {commit} is based on it") for parent in _parents_even_deleted(root, commit, why)]
+        except DamagedCheckpointError:
+            if not skips_damaged:
+                raise  # if it is skipped, what came before it is unknown
     return reached
 
 

@@ -74,7 +74,6 @@ from hfshard.hub.directory.commit_graph import (
 from hfshard.hub.directory.hub_writer import HubWriter, lock_hub
 from hfshard.hub.directory.snapshot import (
     StagedSnapshot,
-    check_hash,
     check_hashes,
     check_snapshot,
     reject_unexpected_files,
@@ -99,7 +98,6 @@ class DirectoryHub:
     """A hub in a directory; get one by `open` or `create`."""
 
     def __init__(self, root: str, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> None:
-        """Use `open` or `create`, which check the directory."""
         self.root = absolute_path(root)
         self.wait_seconds = wait_seconds
 
@@ -138,7 +136,7 @@ class DirectoryHub:
             HubError: The directory has something else, such as a checkpoint; or it is a hub and `exist_ok` is false.
         """
         root = _local(path)
-        is_new = ensure_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
+        is_new = not has_hub_marker(root) and _write_hub_marker(root)
         if not is_new and not exist_ok:
             raise HubError(f"'{root}' is already a directory hub. Leave out exist_ok=False to use it.", path=root)
         return cls.open(root)
@@ -187,9 +185,8 @@ class DirectoryHub:
             raise HubNotFoundError(f"Commit {commit} of '{self.root}' has no file '{path}'.", path=path)
         folder = snapshot_path(self.root, commit)
         check_snapshot(folder, {path: file})
-        where = os.path.join(folder, path)
-        check_hash(where, str(file.sha256))
-        return read_small(where, folder, MAX_INDEX_BYTES)[0]
+        check_hashes(folder, {path: file}, progress=False)
+        return read_small(os.path.join(folder, path), folder, MAX_INDEX_BYTES)[0]
 
     def url_of(self, commit: str) -> str:
         """Return the directory of a commit's files."""
@@ -437,14 +434,7 @@ def check_request(request: CommitRequest) -> None:
 def commit_changes(
     locked: HubWriter, request: CommitRequest, base: str, progress_callback: Callable[[int], object] | None
 ) -> PushResult:
-    """Make the commit; see `DirectoryHub.commit`.
-
-    Args:
-        locked: The writer of the hub, whose lock is held.
-        request: The changes.
-        base: The full name of the branch or pull request that must be at the request's parent.
-        progress_callback: Called with the size of every block of new contents.
-    """
+    """Make the commit on top of `base`, the full name of the branch or pull request; see `DirectoryHub.commit`."""
     root = locked.root
     parent = request.parent
     is_new_branch = _check_parent(root, base, parent)
@@ -518,7 +508,7 @@ def check_hub_marker(root: str) -> None:
         )
 
 
-def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
+def _write_hub_marker(root: str) -> bool:
     """Turn a new or empty directory into a hub.
 
     Returns:
@@ -526,14 +516,14 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
 
     Raises:
         HubError: It contains something else, or it is a file.
-        DirectoryLockedError: Another process held the directory's lock for all of `wait_seconds`.
+        DirectoryLockedError: Another process did not release the directory's lock.
     """
     try:
         made = make_directories(root)
     except (NotADirectoryError, FileExistsError) as error:
         raise HubError(f"Cannot create a hub in '{root}': it, or a path above it, is a file.", path=root) from error
     try:
-        with locked_directory(root, wait_seconds=wait_seconds):
+        with locked_directory(root, wait_seconds=LOCK_WAIT_SECONDS):
             if has_hub_marker(root):
                 return False
             _check_empty(root)
@@ -542,11 +532,6 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
     except BaseException:
         remove_empty_directories(made)
         raise
-
-
-def ensure_hub_marker(root: str, *, wait_seconds: float) -> bool:
-    """Do what `write_hub_marker` does, but lock nothing if the directory is a hub already."""
-    return not has_hub_marker(root) and write_hub_marker(root, wait_seconds=wait_seconds)
 
 
 def _check_empty(root: str) -> None:

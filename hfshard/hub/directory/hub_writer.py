@@ -181,11 +181,7 @@ class HubWriter:
         return free_bytes
 
     def drop_tombstones(self, reached: Collection[str]) -> None:
-        """Remove the records of deletions, except of commits that a history needs.
-
-        Args:
-            reached: The commits that names lead to, including deleted ones; no others are left.
-        """
+        """Remove the records of deletions, except of the commits that names reach; no others are left."""
         for commit in unreferenced_commits(self.root):
             unlink_if_exists(unnamed_path(self.root, commit))
         for commit in deleted_commits(self.root):
@@ -341,12 +337,7 @@ def move_directory(source: str, target: str) -> None:
         logger.warning(
             "'%s' cannot rename folders (%s): the snapshot is moved file by file.", os.path.dirname(target), error
         )
-    for base, _, files in os.walk(source):
-        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
-        os.mkdir(into)
-        for name in files:
-            rename(os.path.join(base, name), os.path.join(into, name))
-        sync_directory(into)
+    _move_files(source, target, is_new=True)
 
 
 def merge_tree(source: str, target: str) -> None:
@@ -354,10 +345,15 @@ def merge_tree(source: str, target: str) -> None:
     if not os.path.lexists(target):
         move_directory(source, target)
         sync_directory(os.path.dirname(target))
-        return
+    else:
+        _move_files(source, target, is_new=False)
+
+
+def _move_files(source: str, target: str, *, is_new: bool) -> None:
+    """Move the files that the target lacks, durably; a new one must not exist, not even as a link."""
     for base, _, files in os.walk(source):
         into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
-        os.makedirs(into, exist_ok=True)
+        os.makedirs(into, exist_ok=not is_new)
         for name in files:
             if not os.path.lexists(os.path.join(into, name)):
                 rename(os.path.join(base, name), os.path.join(into, name))

@@ -13,7 +13,7 @@ from typing import Final
 
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard.constants import COPY_BYTES
-from hfshard.disk.byte_source import ByteSource, FileSource, clone_blocks, hash_all, sha256_of_reader
+from hfshard.disk.byte_source import ByteSource, FileSource, clone_blocks, hash_all, sha256_of_source
 from hfshard.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
 from hfshard.hub.directory.commit_graph import commit_ids, read_commit_manifest, snapshot_path
@@ -109,7 +109,7 @@ class StagedSnapshot:
                 if key in tried or not stat.S_ISREG(status.st_mode) or status.st_size != size:
                     continue
                 tried.add(key)
-                is_same = hash_file(candidate) == sha256
+                is_same = sha256_of_source(FileSource(candidate, size)) == sha256
             except OSError as error:
                 logger.info("'%s' could not be linked: %s", candidate, error)
                 continue
@@ -286,35 +286,15 @@ def hash_errors(folder: str, files: Mapping[str, RemoteFile], progress: bool | N
     with byte_progress("Verifying", sum(file.size for file in files.values()), progress) as progress_callback:
         found = hash_all(contents, progress_callback)
     return [
-        _damaged(contents[path].path, str(file.sha256), found[path])
+        IntegrityError(
+            f"'{contents[path].path}' is damaged: its sha256 must be {file.sha256}, but is {found[path]}. {_TODO}",
+            path=contents[path].path,
+            expected=file.sha256,
+            actual=found[path],
+        )
         for path, file in files.items()
         if found[path] != file.sha256
     ]
-
-
-def check_hash(path: str, sha256: str) -> None:
-    """Read a file of a snapshot, and compare its sha256.
-
-    Raises:
-        IntegrityError: It has another one.
-    """
-    if (actual := hash_file(path)) != sha256:
-        raise _damaged(path, sha256, actual)
-
-
-def _damaged(path: str, sha256: str, actual: str) -> IntegrityError:
-    return IntegrityError(
-        f"'{path}' is damaged: its sha256 must be {sha256}, but is {actual}. {_TODO}",
-        path=path,
-        expected=sha256,
-        actual=actual,
-    )
-
-
-def hash_file(path: str) -> str:
-    """Compute the sha256 of a file, in hex."""
-    with open(path, "rb") as file:
-        return sha256_of_reader(file)
 
 
 def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:

@@ -40,9 +40,7 @@ def verify_hub(
     """Check the checkpoint on a directory hub's `main`, all other files of the commit, and the hub around it.
 
     Args:
-        path: The hub.
-        names: The file names of the checkpoint.
-        subfolder: The folder of the checkpoint.
+        path, names, subfolder: The hub, and the checkpoint in it.
         level: "structure": names, sizes and headers; "full": the sha256 of every file of the commit too.
         progress: Whether to show a bar on stderr.
 

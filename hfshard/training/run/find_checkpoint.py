@@ -16,7 +16,7 @@ from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.checkpoint.locate import CheckpointQuery
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import Problem, VerifyReport
-from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
+from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX, TRAINING_FILES
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -42,7 +42,6 @@ from hfshard.places.source import CheckpointSource
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
-    TRAINING_STATE,
     CheckpointManifest,
     MetricMode,
     RunCheckpoint,
@@ -473,12 +472,17 @@ def _in(directory: str) -> RunCheckpoint:
 
 def is_checkpoint(folder: Folder) -> bool:
     """Return whether a folder, as `folder_at` returns it, is, or was, that of a training checkpoint."""
-    return folder.has_any((MANIFEST, TRAINING_STATE))
+    return folder.has_any(TRAINING_FILES)
 
 
-def is_run(folder: Folder) -> bool:
-    """Return whether a folder is that of a run with a training checkpoint, not of a checkpoint."""
-    names = folder.folders()
+def is_run(folder: Folder, folders: Collection[str] | None = None) -> bool:
+    """Return whether a folder is that of a run with a training checkpoint, not of a checkpoint.
+
+    Args:
+        folder: As `folder_at` returns it.
+        folders: The names of the folders in it, if they are known.
+    """
+    names = folder.folders() if folders is None else folders
     if not any(CHECKPOINT.fullmatch(name) or REPLACED.fullmatch(name) for name in names) or is_checkpoint(folder):
         return False
     return any(is_checkpoint(one.folder()) for one in open_run(folder.path).checkpoints())

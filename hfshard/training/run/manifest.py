@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, Literal, TypeGuard
 
 from hfshard.checkpoint.folder import Folder, as_folder
-from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES
+from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES, TRAINING_STATE_NAME
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError, InvalidArgumentError, MissingShardError
 from hfshard.format.file_names import WeightNames, check_file_name
 from hfshard.format.index import FileDigest, parse_file_digest, sha256_of
@@ -23,7 +23,7 @@ from hfshard.training.state.nested import decode, encode
 
 MANIFEST: Final = MANIFEST_NAME
 
-TRAINING_STATE: Final = "training_state.json"
+TRAINING_STATE: Final = TRAINING_STATE_NAME
 
 MANIFEST_FORMAT: Final = 1
 
