@@ -35,7 +35,6 @@ LAYERS = (
     "models",
     "load save",
     "training",
-    "removal",
     "remove verify",
     "viewing",
     "cli",

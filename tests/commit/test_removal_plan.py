@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.errors import CheckpointChangedError
-from hfshard.format.file_names import WeightNames
-from hfshard.removal.removal_plan import (
+from hfshard.commit.removal_plan import (
     FoundFile,
     Removal,
     RemovalPlan,
@@ -16,6 +14,8 @@ from hfshard.removal.removal_plan import (
     joined,
     phase_of_weights,
 )
+from hfshard.errors import CheckpointChangedError
+from hfshard.format.file_names import WeightNames
 
 
 def test_pickles_go_first_and_the_index_goes_after_all_that_it_names() -> None:

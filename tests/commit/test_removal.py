@@ -228,7 +228,7 @@ def test_what_changed_since_it_was_shown_is_not_removed(tmp_path: Path) -> None:
 
 def test_a_directory_in_which_a_process_saves_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, OLD, SHARDS)
-    monkeypatch.setattr("hfshard.removal.from_directory.LOCK_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("hfshard.commit.removal.LOCK_WAIT_SECONDS", 0.0)
 
     with locked_directory(str(tmp_path), wait_seconds=0), pytest.raises(DirectoryLockedError):
         hfshard.remove_checkpoint(tmp_path)
