@@ -22,6 +22,7 @@ from hfshard.commit.removal import (
     remove_leftovers_from_store,
 )
 from hfshard.commit.removal_plan import Removal, RemovalReport, joined
+from hfshard.commit.store_commit import run_of_folder
 from hfshard.constants import MARKS
 from hfshard.errors import (
     CheckpointChangedError,
@@ -166,7 +167,7 @@ def _plan_in_store(request: RemovalRequest) -> Removal:
             request,
             lambda path: remove_from_stored_run(open_store(path), unfinished=unfinished),
             partial(remove_from_store, store, request.names, unfinished=unfinished),
-            partial(_is_folder_of_run, store),
+            lambda: run_of_folder(store) is not None,
         )
 
     try:
@@ -239,7 +240,7 @@ def _plan_checkpoint(
 
 def _plan_leftovers_in_store(request: RemovalRequest, store: Store) -> Removal:
     address, names, unfinished = request.place, request.names, request.unfinished
-    if _is_folder_of_run(store) or (names.variant is None and is_checkpoint(folder_at(address))):
+    if run_of_folder(store) is not None or (names.variant is None and is_checkpoint(folder_at(address))):
         raise InvalidArgumentError(
             f"'{address}' is a checkpoint of a run. Pass the address of the run: its folders are checked together.",
             path=address,
@@ -248,14 +249,6 @@ def _plan_leftovers_in_store(request: RemovalRequest, store: Store) -> Removal:
     if store.list_objects(MARKS) or any(CHECKPOINT.fullmatch(folder) for folder in store.folders()):
         removals.insert(0, remove_leftovers_from_stored_run(address, unfinished=unfinished))
     return joined(removals, address)
-
-
-def _is_folder_of_run(store: Store) -> bool:
-    """Return whether a place is a folder of a run, with or without a manifest."""
-    parent, _, name = store.address.prefix.rpartition("/")
-    if CHECKPOINT.fullmatch(name) is None:
-        return False
-    return bool(open_store(replace(store.address, prefix=parent)).list_objects(MARKS))
 
 
 def _reject_run(place: str) -> None:

@@ -48,7 +48,7 @@ from hfshard.training.run.manifest import (
 )
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_all, push_found
 from hfshard.training.run.run_writer import RunWriter, check_names
-from hfshard.training.run_ranks import agree_on_place, agree_on_step, meet_for
+from hfshard.training.run_ranks import agree_on_checkpoint, meet_for
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from hfshard.training.state.collect_state import RankState, collect, collect_rank, encode_components, save_options
 from hfshard.training.state.step import RestoredStep
@@ -271,8 +271,8 @@ class CheckpointManager(RunReader):
                 step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.each(lambda: absolute_place(step))
             if not ranks.is_alone:
-                agree_on_place(ranks, place if isinstance(place, str) else self.root, "restores from")
-                agree_on_step(ranks, "a place" if isinstance(place, str) else str(place))
+                path, what = (place, "a place") if isinstance(place, str) else (self.root, str(place))
+                agree_on_checkpoint(ranks, path, what)
             signature = None if public_key is None else required_signature(public_key)
             restored = None
             if isinstance(place, str):
@@ -332,7 +332,7 @@ class CheckpointManager(RunReader):
         """
         with self._restoring("restore_latest", state, without) as (ranks, state):
             if not ranks.is_alone:
-                agree_on_place(ranks, self.root, "restores from")
+                agree_on_checkpoint(ranks, self.root, "latest")
             signature = None if public_key is None else required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
             return resume(
@@ -467,7 +467,7 @@ class CheckpointManager(RunReader):
         if step is None:
             return newest_intact(self._storage, verify, self.progress, is_read_next=True, passed_over=passed_over)
         if isinstance(step, str | os.PathLike):
-            return checked_at(step, verify, token=token, progress=self.progress, is_read_next=True)
+            return checked_at(step, verify, token=token, progress=self.progress)
         checkpoint = checkpoint_of_step(self._storage, step)
         return checkpoint, check_run_checkpoint(checkpoint, verify, self.progress, is_read_next=True)
 

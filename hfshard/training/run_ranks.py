@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 import torch
@@ -43,29 +43,24 @@ def reject_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
             )
 
 
-def agree_on_place(ranks: Session, path: str, does: str) -> None:
-    """Reject ranks that do not mean the same place. Every rank must call; see `reject_other_places`."""
-    names = ranks.all_of(names_of_place(path))
-    reject_other_places(dict(zip(ranks.ranks, names, strict=True)), does)
-
-
-def agree_on_step(ranks: Session, step: str) -> None:
-    """Reject ranks that do not restore the same step. Every rank must call.
+def agree_on_checkpoint(ranks: Session, path: str, step: str) -> None:
+    """Reject ranks that do not restore the same checkpoint. Every rank must call.
 
     Args:
         ranks: Those that restore.
-        step: What this rank restores, in a word.
+        path: The run, or the checkpoint, that this rank restores.
+        step: What this rank restores of it, in a word.
 
     Raises:
-        InvalidArgumentError: They differ.
+        InvalidArgumentError: They differ; see `reject_other_places`.
     """
-    steps = ranks.all_of(step)
+    names, steps = zip(*ranks.all_of((names_of_place(path), step)), strict=True)
+    reject_other_places(dict(zip(ranks.ranks, names, strict=True)), "restores from")
     if any(one != steps[0] for one in steps):
         raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(steps)}].")
 
 
-@contextmanager
-def all_ranks() -> Iterator[Session]:
+def all_ranks() -> AbstractContextManager[Session]:
     """Wait for all ranks of the call's process group, which run the block together: one such block at a time.
 
     It is the same for all runs, because ranks may name a directory differently.
@@ -73,8 +68,7 @@ def all_ranks() -> Iterator[Session]:
     Raises:
         RankFailedError: A rank failed, died, or did not call.
     """
-    with session("the run", needs_all=True) as ranks:
-        yield ranks
+    return session("the run", needs_all=True)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from hfshard.errors import (
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest, sha256_of
 from hfshard.hub.directory.directory_hub import split_address
-from hfshard.hub.push_files import PushOptions, PushRequest, open_hub
+from hfshard.hub.push_files import PushOptions, PushRequest, open_hub, push_files
 from hfshard.places.place import place_to_push
 from hfshard.training.run.background import Background, ForkSafe
 from hfshard.training.run.find_checkpoint import checkpoint_of_step
@@ -125,8 +125,6 @@ def _checked_sha256(folder: Folder, name: str, record: FileDigest, hashes: Hashe
 
 # Pushes: a checkpoint becomes one commit.
 
-
-# Code that uses huggingface_hub is imported on demand, because that import takes time.
 
 logger = logging.getLogger(__name__)
 
@@ -241,8 +239,6 @@ def _newer_than_remote(
 
 
 def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
-    from hfshard.hub.push_files import push_files
-
     has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
     request = PushRequest(
         contents=pushed.contents,
@@ -305,7 +301,7 @@ class BackgroundPusher(ForkSafe):
         """
         self._repo_id, revision = split_address(address)
         if not place_to_push(self._repo_id).is_for_hfshard_only:
-            from hfshard.hub.download import check_repo_id
+            from hfshard.hub.download import check_repo_id  # huggingface_hub takes time to import
 
             check_repo_id(self._repo_id)
         self._options = PushOptions(revision=revision, progress=progress)

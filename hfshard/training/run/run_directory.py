@@ -234,6 +234,8 @@ def _remove_tree(path: str) -> None:
 class RunDirectory:
     """A run in a directory."""
 
+    keeps_names = True
+
     def __init__(self, root: str) -> None:
         self.root = root
         self._lock: RunLock | None = None
@@ -243,11 +245,6 @@ class RunDirectory:
     def checkpoints(self) -> list[RunCheckpoint]:
         """List the folders and read their manifests."""
         return checkpoints_in(self.root)
-
-    @property
-    def keeps_names(self) -> bool:
-        """True: a checkpoint's folder is a directory like any other."""
-        return True
 
     @property
     def is_acquired(self) -> bool:
@@ -269,13 +266,13 @@ class RunDirectory:
             reject_hub_directory(self.root)
             make_directories(self.root)
             self._lock = RunLock(self.root)  # a forked process needs its own
-            weakref.finalize(self, self._lock.release)
+            weakref.finalize(self, self._lock.close)
             return True
 
     def release(self) -> None:
         """Release the lock."""
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
 
     def clean_up(self) -> None:
@@ -520,7 +517,7 @@ class RunLock:
         # Some network file systems change a directory's number each time: then its contents equal those at the path.
         return locked.st_nlink > 0 and sorted(os.listdir(self._own.fd)) == sorted(os.listdir(self.directory))
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock; a second call does nothing, nor does one in a forked process."""
         if self._own.is_open:
             unlock(self._own.fd, self.directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -77,22 +77,13 @@ def remove_from_run(directory: str) -> Removal:
                 path=directory,
             )
 
-    locked = partial(_locked, directory if in_run is None else root)
-    return removal_of(partial(_plan_step, directory), remove, locked)
+    locked = directory if in_run is None else root
+    return removal_of(partial(_plan_step, directory), remove, lambda: closing(RunLock(locked)))
 
 
 def remove_leftovers_from_run(root: str) -> Removal:
     """Plan the removal of the hidden folders that killed saves have left in a run."""
-    return removal_of(partial(_plan_leftovers, root), lambda _: clean_up_run(root), partial(_locked, root))
-
-
-@contextmanager
-def _locked(root: str) -> Iterator[None]:
-    lock = RunLock(root)
-    try:
-        yield
-    finally:
-        lock.release()
+    return removal_of(partial(_plan_leftovers, root), lambda _: clean_up_run(root), lambda: closing(RunLock(root)))
 
 
 def _plan_step(directory: str) -> RemovalPlan:

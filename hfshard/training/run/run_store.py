@@ -93,6 +93,8 @@ class _Seen:
 class RunStore:
     """A run in a store."""
 
+    keeps_names = False
+
     def __init__(self, root: str) -> None:
         self.root = root
         self._address = parse_address(root, "root")
@@ -111,11 +113,6 @@ class RunStore:
         """
         seen = self._seen if self.is_acquired else None
         return self._checkpoints_in(self.listed_folders() if seen is None else seen.folders)
-
-    @property
-    def keeps_names(self) -> bool:
-        """False: the names of a save's objects have its number and id."""
-        return False
 
     @property
     def is_acquired(self) -> bool:
