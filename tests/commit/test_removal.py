@@ -252,6 +252,7 @@ def test_leftovers_of_killed_saves_go_and_the_checkpoint_stays(tmp_path: Path) -
 
     assert dry.removed == {left: 4104, ".cache/huggingface/hfshard/1.safetensors": 5}
     assert (done.removed, again.removed) == (dry.removed, {})
+    assert again.kept["config.json"] == again.kept[INDEX] == "not a leftover of a save"
     shutil.rmtree(tmp_path / "other")
     assert listing(tmp_path) == before
     assert not (tmp_path / ".cache").exists()

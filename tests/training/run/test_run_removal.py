@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import hfshard
-from hfshard.errors import DirectoryLockedError, InvalidArgumentError
+from hfshard.errors import DirectoryLockedError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import run_directory
 
@@ -98,15 +98,6 @@ def test_a_damaged_checkpoint_goes(root: Path) -> None:
     hfshard.remove_checkpoint(root, step=2)
 
     assert sorted(os.listdir(root)) == ["checkpoint-00000001", "checkpoint-00000003"]
-
-
-def test_a_whole_run_is_refused(root: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"is a run. Choose one of its checkpoints by step \(3, 2, 1\)"):
-        hfshard.remove_checkpoint(root)
-    with pytest.raises(InvalidArgumentError, match="step is for one checkpoint of a run"):
-        hfshard.remove_checkpoint(root, step=1, leftovers=True)
-
-    assert len(os.listdir(root)) == 3
 
 
 def test_a_run_that_a_manager_saves_into_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
