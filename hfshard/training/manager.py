@@ -136,7 +136,7 @@ class CheckpointManager(RunReader):
         self.progress = progress
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
         self._storage = open_run(self.root)
-        rule = rotation.to_remove if rotation.does_remove else None
+        rule = None if max_to_keep is None else rotation.to_remove
         self._writer = RunWriter(open_run(self.root), rule, pusher, progress)
 
     @wraps_os_errors("root")
@@ -507,11 +507,6 @@ class Rotation:
             )
         if self.metric_mode not in ("min", "max"):
             raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
-
-    @property
-    def does_remove(self) -> bool:
-        """True if any checkpoint is ever removed."""
-        return self.max_to_keep is not None
 
     def to_remove(self, found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
         """List the checkpoints to remove, given all finished ones of a run in any order.

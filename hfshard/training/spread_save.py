@@ -123,7 +123,9 @@ def save_spread(
             if len(set(stages)) == len(stages):  # each stage is on one rank
                 state = with_whole_gradients(state)
             merged, of_a_rank = _merge_stages(state, session, is_first=is_first)
-        ranks = _share_states(order, session, collect_rank(state, session.position, of_a_rank, stage, own.buffers))
+        own_state = collect_rank(state, session.position, of_a_rank, stage, own.buffers)
+        step = checked_step(order.step)
+        ranks = _share_states(session, own_state, step, blocking=order.blocking)
         components = encode_components(state, of_a_rank)
         payload = collect(
             components if merged is None else replace(components, encoded=merged),
@@ -137,8 +139,7 @@ def save_spread(
         holders = _share_holders(session, parts)
         if session.is_leader:
             payload = merged_payload(payload, holders)
-        work = _planned(order, writer, session, payload, parts, holders)
-        path = checkpoint_path(writer.root, checked_step(order.step))
+        work = _planned(order, step, writer, session, payload, parts, holders)
         if order.blocking:
             work()
         else:
@@ -148,8 +149,8 @@ def save_spread(
                 with rest:
                     work()
 
-            writer.start(order.step, finish)
-        return path
+            writer.start(step, finish)
+        return checkpoint_path(writer.root, step)
 
 
 def _find_stages(
@@ -202,6 +203,7 @@ def _merge_stages(
 
 def _planned(
     order: SpreadSaveArguments,
+    step: int,
     writer: RunWriter,
     session: Session,
     payload: SavePayload,
@@ -211,7 +213,7 @@ def _planned(
     """Check everything that can be checked before the first byte is written, and return the remaining work."""
     is_leader = session.is_leader
     if is_leader:
-        metrics = order.metrics_of(order.step)
+        metrics = order.metrics_of(step)
         check_names(order.files, payload)
         writer.begin()
     session.meet("ready to write")
@@ -221,7 +223,7 @@ def _planned(
 
     def work() -> None:
         if is_leader:
-            saved = writer.write(order.step, payload, metrics, order.files, blocking=order.blocking, writer=ranks)
+            saved = writer.write(step, payload, metrics, order.files, blocking=order.blocking, writer=ranks)
             ranks.end()
             session.finish()
             writer.push_saved(saved, blocking=order.blocking)  # the other ranks continue in parallel
@@ -232,7 +234,7 @@ def _planned(
     return work
 
 
-def _share_states(order: SpreadSaveArguments, session: Session, own: RankState) -> list[RankState]:
+def _share_states(session: Session, own: RankState, step: int, *, blocking: bool) -> list[RankState]:
     """Send this rank's own state to the first rank, without its tensors, which are exchanged with all others.
 
     Returns:
@@ -241,14 +243,13 @@ def _share_states(order: SpreadSaveArguments, session: Session, own: RankState) 
     Raises:
         InvalidArgumentError: The ranks save different steps, or differ in `blocking`.
     """
-    asked = [checked_step(order.step), order.blocking]
     states = []
-    for rank, raw in session.gather("state", json.dumps([*asked, own.nested]).encode()).items():
-        step, blocking, nested = json.loads(raw)
-        if [step, blocking] != asked:
+    for rank, raw in session.gather("state", json.dumps([step, blocking, own.nested]).encode()).items():
+        other_step, is_blocking, nested = json.loads(raw)
+        if (other_step, is_blocking) != (step, blocking):
             raise InvalidArgumentError(
-                f"All ranks must save the same step in the same way, got {asked[0]} with blocking={asked[1]} on rank "
-                f"{session.rank}, and {step} with blocking={blocking} on rank {rank}."
+                f"All ranks must save the same step in the same way, got {step} with blocking={blocking} on rank "
+                f"{session.rank}, and {other_step} with blocking={is_blocking} on rank {rank}."
             )
         states.append(own if rank == session.rank else RankState(nested, {}))
     return states or [own]

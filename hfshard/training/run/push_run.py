@@ -68,9 +68,7 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     return VerifiedContents(folder, manifest, raw)
 
 
-def read_contents(
-    one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None
-) -> VerifiedContents:
+def read_contents(one: VerifiedContents, progress: bool | None, hashes: Hashes) -> VerifiedContents:
     """Add the contents, which are compared and hashed in one pass.
 
     Args:
@@ -81,7 +79,6 @@ def read_contents(
     Raises:
         DamagedCheckpointError, UnsafePathError: A file differs from the saved one.
     """
-    hashes = {} if hashes is None else hashes
     recorded = one.manifest.files
     check_files(one.folder, recorded, "structure")
     with byte_progress(
@@ -180,7 +177,8 @@ def push_found(
         DamagedCheckpointError: A file differs from the saved one; nothing was sent.
         HubError: The push failed, as in `push_checkpoint`.
     """
-    return _push(read_contents(read_manifest_of(found), options.progress, hashes), repo_id, options)
+    contents = read_contents(read_manifest_of(found), options.progress, {} if hashes is None else hashes)
+    return _push(contents, repo_id, options)
 
 
 def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:

@@ -11,7 +11,7 @@ import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hfshard.checkpoint.folder import Folder, LocalFolder
@@ -289,8 +289,7 @@ class RunDirectory:
             manifest = CheckpointManifest.begun(save.step, save_number, save.metrics, lambda: found)
             newest = next((one for one in found if one.manifest is not None), None)
             directory = staging_path(self.root, save.step)
-            target = RunDirectoryTransaction(self.root, directory, manifest, save)
-            target.known = {} if newest is None else _reusable_shards(newest)
+            target = RunDirectoryTransaction(self.root, directory, manifest, save, _reusable_shards(newest))
             try:
                 os.mkdir(directory)
                 yield target
@@ -341,24 +340,20 @@ class RunDirectory:
             raise
 
 
+@dataclass
 class RunDirectoryTransaction:
     """`Transaction` of a run in a directory: unchanged shards of the newest checkpoint are linked, others written."""
 
-    def __init__(self, root: str, directory: str, manifest: CheckpointManifest, save: RunSave) -> None:
-        """Begin with an empty directory.
-
-        Args:
-            root: The run's directory.
-            directory: A hidden directory in it.
-            manifest: The manifest without files.
-            save: The argument of `RunStorage.transaction`.
-        """
-        self._root, self._directory = root, directory
-        self._manifest, self._save = manifest, save
-        self.known: Mapping[str, KnownFile] = {}
-        """Fingerprint -> shard of the newest checkpoint."""
-        self._records: dict[str, FileDigest] = {}
-        self.saved: RunCheckpoint | None = None
+    _root: str
+    _directory: str
+    """A hidden directory in the run's, empty at first."""
+    _manifest: CheckpointManifest
+    """The manifest without files."""
+    _save: RunSave
+    _known: Mapping[str, KnownFile]
+    """Fingerprint -> shard of the newest checkpoint."""
+    _records: dict[str, FileDigest] = field(default_factory=dict)
+    saved: RunCheckpoint | None = None
 
     def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
         """Keep the standard names: the directory is new."""
@@ -376,8 +371,8 @@ class RunDirectoryTransaction:
         placed = {file: replace(job, path=os.path.join(self._directory, file)) for file, job in jobs.items()}
         synchronize_devices(list(placed.values()))  # a step that runs must not change what is compared and written
         records: dict[str, FileDigest] = {}
-        if checksum is not None and self.known:
-            linked = save.writer.link(list(placed.values()), self.known, checksum)
+        if checksum is not None and self._known:
+            linked = save.writer.link(list(placed.values()), self._known, checksum)
             records = {file: record for file, record in zip(placed, linked, strict=True) if record is not None}
         left = {file: job for file, job in placed.items() if file not in records}
         require_space(
@@ -410,12 +405,13 @@ class RunDirectoryTransaction:
         return True
 
 
-def _reusable_shards(checkpoint: RunCheckpoint) -> dict[str, KnownFile]:
+def _reusable_shards(checkpoint: RunCheckpoint | None) -> dict[str, KnownFile]:
     """Return the shards of a checkpoint that need not be written again: fingerprint -> file."""
-    files = {} if checkpoint.manifest is None else checkpoint.manifest.files
+    if checkpoint is None or checkpoint.manifest is None:
+        return {}
     return {
         record.fingerprint: KnownFile(os.path.join(checkpoint.path, name), record)
-        for name, record in files.items()
+        for name, record in checkpoint.manifest.files.items()
         if name.endswith(SAFETENSORS_SUFFIX) and record.fingerprint is not None and record.is_verifiable
     }
 

@@ -404,30 +404,19 @@ class RunStore:
         return _manifests_first(own)
 
 
+@dataclass
 class RunStoreTransaction:
     """`Transaction` of a run in a store: unchanged shards are copied on the server, the manifest comes last."""
 
-    def __init__(
-        self,
-        path: str,
-        objects: SaveObjects,
-        manifest: CheckpointManifest,
-        save: RunSave,
-        commit: Callable[[SaveObjects, Collection[str]], None],
-    ) -> None:
-        """Begin a save whose mark is put.
-
-        Args:
-            path: The address of the checkpoint.
-            objects: The objects of the save.
-            manifest: The manifest without files.
-            save: The argument of `RunStorage.transaction`.
-            commit: Makes the objects a checkpoint of the run; it also gets the bases of its parts.
-        """
-        self._path = path
-        self._objects, self._manifest = objects, manifest
-        self._save, self._commit = save, commit
-        self.saved: RunCheckpoint | None = None
+    _path: str
+    """The address of the checkpoint."""
+    _objects: SaveObjects
+    _manifest: CheckpointManifest
+    """The manifest without files."""
+    _save: RunSave
+    _commit: Callable[[SaveObjects, Collection[str]], None]
+    """Makes the objects a checkpoint of the run; it also gets the bases of its parts."""
+    saved: RunCheckpoint | None = None
 
     def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
         """Name the files as shards, even a single one: it has an index."""
