@@ -141,7 +141,7 @@ def of_each_rank(
     Raises:
         InvalidArgumentError: Parameters that should be copies differ.
     """
-    objects = {*_different({"": {rank: summary[2] for rank, summary in summaries.items()}})}
+    objects = different_objects(summaries)
     groups: dict[str, dict[int, Mapping[str, str]]] = {}
     for rank, (parameters, _) in details.items():
         for group, digests in parameters.items():
@@ -159,6 +159,11 @@ def of_each_rank(
         objects |= {*_different({"": {rank: summary[3] for rank, summary in summaries.items()}})}
     buffers = _different({"": {rank: detail[1] for rank, detail in details.items()}})
     return OfEachRank(sorted(objects), sorted(buffers))
+
+
+def different_objects(summaries: Mapping[int, Sequence[Any]]) -> set[str]:
+    """Return the names of parts that are neither module nor optimizer, and that are not the same on all ranks."""
+    return {*_different({"": {rank: summary[2] for rank, summary in summaries.items()}})}
 
 
 def _different(groups: Mapping[str, Mapping[int, Mapping[str, str]]]) -> dict[str, tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -26,7 +26,7 @@ from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
-from hfshard.training.replicas import OfEachRank, Replicas, differ, of_each_rank
+from hfshard.training.replicas import OfEachRank, Replicas, differ, different_objects, of_each_rank
 from hfshard.training.run.background import HostBuffers
 from hfshard.training.run.manifest import checked_step, checkpoint_path
 from hfshard.training.run.run_writer import RunWriter, check_names
@@ -122,7 +122,7 @@ def save_spread(
             state = with_aliases(state, chain.from_iterable(ties))
             if len(set(stages)) == len(stages):  # each stage is on one rank
                 state = with_whole_gradients(state)
-            merged, of_a_rank = _merge_stages(state, session, is_first=is_first)
+            merged, of_a_rank = _merge_stages(state, session, own.objects, is_first=is_first)
         own_state = collect_rank(state, session.position, of_a_rank, stage, own.buffers)
         step = checked_step(order.step)
         ranks = _share_states(session, own_state, step, blocking=order.blocking)
@@ -171,9 +171,9 @@ def _find_stages(
     reject_other_parts(dict(zip(meeting, kinds, strict=True)))
     reject_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
     stages = [stage for _, stage, _ in states]
-    if len(set(stages)) > 1:
-        return stages, OfEachRank()
     summaries = {rank: summary for rank, (_, _, summary) in zip(meeting, states, strict=True)}
+    if len(set(stages)) > 1:
+        return stages, OfEachRank(sorted(different_objects(summaries)))
     details: dict[int, Any] = {}
     if differ(summaries.values()):
         details = dict(zip(meeting, session.all_of(replicas.details()), strict=True))
@@ -182,7 +182,7 @@ def _find_stages(
 
 
 def _merge_stages(
-    state: TrainingState, session: Session, *, is_first: bool
+    state: TrainingState, session: Session, different: Collection[str], *, is_first: bool
 ) -> tuple[dict[str, dict[str, Any]] | None, Sequence[str]]:
     """Merge the parts of all stages into those of one model, on the first rank.
 
@@ -196,7 +196,8 @@ def _merge_stages(
     reports = session.gather("parts", StageState.of(state, components, is_first=is_first).to_json())
     if not session.is_leader:
         return None, json.loads(session.wait_for("parts of a rank", session.leader))
-    merged = merge_parts(components, {rank: StageState.from_json(raw) for rank, raw in reports.items()})
+    parts = {rank: StageState.from_json(raw) for rank, raw in reports.items()}
+    merged = merge_parts(components, parts, different)
     session.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
     return merged.encoded, merged.of_a_rank
 

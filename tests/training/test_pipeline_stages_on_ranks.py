@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
@@ -98,6 +99,10 @@ def refuse_what_does_not_fit(rank: int, place: Path) -> None:
     )
     with pytest.raises(HfshardError, match=r"LBFGS, whose state covers all parameters together"):
         manager.save(2, lbfgs)
+    spread = Counter(1)
+    spread.value = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)))
+    with pytest.raises(HfshardError, match=r"Cannot merge 'own' of all ranks .* has its own DTensors"):
+        manager.save(2, build(rank, own=spread))
     other = build(rank)
     if rank == 1:
         del other.components["model"].head
