@@ -25,7 +25,6 @@ from hfshard.saving.save_request import SaveOptions
 from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
 from hfshard.training.interop.resume_foreign import resume_foreign
-from hfshard.training.replicas import SAME, OfEachRank
 from hfshard.training.restoring.resume import resume
 from hfshard.training.run.find_checkpoint import (
     Level,
@@ -48,7 +47,7 @@ from hfshard.training.run.manifest import (
 )
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_all, push_found
 from hfshard.training.run.run_writer import RunWriter, check_names
-from hfshard.training.run_ranks import agree_on_checkpoint, meet_for
+from hfshard.training.run_ranks import SAME, OfEachRank, agree_on_checkpoint, meet_for
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from hfshard.training.state.collect_state import RankState, collect, collect_rank, encode_components, save_options
 from hfshard.training.state.step import RestoredStep

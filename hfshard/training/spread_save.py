@@ -26,13 +26,17 @@ from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
-from hfshard.training.replicas import OfEachRank, Replicas, differ, different_objects, of_each_rank
 from hfshard.training.run.background import HostBuffers
 from hfshard.training.run.manifest import checked_step, checkpoint_path
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.run_ranks import (
+    OfEachRank,
+    Replicas,
     all_ranks,
+    differ,
+    different_objects,
     names_of_place,
+    of_each_rank,
     reject_other_parts,
     reject_other_places,
     shared_kinds,

@@ -549,7 +549,7 @@ MUTANTS: Final = (
         "        return samples\n    size = flat",
         "        return samples[:0]\n    size = flat",
         (
-            "tests/training/test_replicas_on_ranks.py::test_momentum_of_the_same_parameters_comes_back_on_each_rank_as_it_was",
+            "tests/training/test_run_ranks_replicas_on_ranks.py::test_momentum_of_the_same_parameters_comes_back_on_each_rank_as_it_was",
         ),
     ),
     Mutant(
@@ -558,7 +558,7 @@ MUTANTS: Final = (
         "    return set() if is_same_number else optimizers",
         "    return set()",
         (
-            "tests/training/test_replicas_on_ranks.py::test_optimizers_that_differ_come_back_on_each_rank_and_nowhere_else",
+            "tests/training/test_run_ranks_replicas_on_ranks.py::test_optimizers_that_differ_come_back_on_each_rank_and_nowhere_else",
         ),
     ),
     Mutant(
