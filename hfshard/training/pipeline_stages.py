@@ -281,11 +281,7 @@ class _OptimizerUnion:
         return all(taken == list(range(len(self.state["groups"]))) for taken in self._taken)
 
     def add(self, rank: int, state: Mapping[str, Any]) -> None:
-        """Add the optimizer of a rank.
-
-        Raises:
-            InvalidArgumentError: It does not fit those added before.
-        """
+        """Add the optimizer of a rank; refuse one that does not fit those added before."""
         for key in self.state.keys() - {"groups", "state"}:
             if state[key] != self.state[key]:
                 raise _refusal(self._name, f"has another {key!r} on rank {rank}")

@@ -160,12 +160,7 @@ def save_spread(
 def _find_stages(
     order: SpreadSaveArguments, state: TrainingState, writer: RunWriter, session: Session
 ) -> tuple[list[str] | None, OfEachRank]:
-    """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
-
-    Raises:
-        InvalidArgumentError: Gradients of FSDP1 would be saved; or the ranks have different parts, or save into
-            different directories; or copies of a parameter differ.
-    """
+    """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks."""
     is_spread = is_spread_state(state)
     replicas = Replicas.of(state)
     own = [is_spread, stage_digest(state), replicas.summary()]
@@ -192,9 +187,6 @@ def _merge_stages(
 
     Returns:
         On the first rank the encoded parts of all, on others None; and the parts of which each rank saves its own.
-
-    Raises:
-        InvalidArgumentError: The parts cannot be those of one model.
     """
     components = encode_components(state)
     reports = session.gather("parts", StageState.of(state, components, is_first=is_first).to_json())
@@ -244,9 +236,6 @@ def _share_states(session: Session, own: RankState, step: int, *, blocking: bool
 
     Returns:
         On the first rank the states of all, on others this rank's; only this rank's has tensors.
-
-    Raises:
-        InvalidArgumentError: The ranks save different steps, or differ in `blocking`.
     """
     states = []
     for rank, raw in session.gather("state", json.dumps([step, blocking, own.nested]).encode()).items():
@@ -261,11 +250,7 @@ def _share_states(session: Session, own: RankState, step: int, *, blocking: bool
 
 
 def _share_holders(session: Session, parts: OwnedTensors) -> TensorOwners:
-    """Find what each rank has. One rank lists the names of what each has alone, without the rank's number.
-
-    Raises:
-        InvalidArgumentError: The ranks disagree about a tensor, or do not have all of it together.
-    """
+    """Find what each rank has. One rank lists the names of what each has alone, without the rank's number."""
     listing, meshes = list_tensors(parts.common, parts.common.tensors)
     groups, listings = exchange_listings(session, listing, meshes)
     require_all_ranks(session)
@@ -306,11 +291,7 @@ class RankContribution:
     """The reason why it could not, described."""
 
     def to_bytes(self) -> bytes:
-        """Encode the message: JSON, and the bytes of the tensors; names of one tensor stay names of one.
-
-        Raises:
-            UnstorableTensorError: A tensor cannot be stored.
-        """
+        """Encode the message: JSON, and the bytes of the tensors; names of one tensor stay names of one."""
         tensors = {} if self.state is None else self.state.tensors
         for name, tensor in tensors.items():
             check_storable(name, tensor)
@@ -399,12 +380,7 @@ def _finish_with(session: Session, work: Callable[[], str]) -> str:
 
 
 def _agreed_step(contributions: Mapping[int, RankContribution]) -> tuple[int, list[RankState]]:
-    """Return the step that all ranks save, and what each of them adds.
-
-    Raises:
-        RankFailedError: A rank could not collect its state.
-        InvalidArgumentError: The ranks save different steps.
-    """
+    """Return the step that all ranks save, and what each of them adds."""
     states: list[RankState] = []
     for rank, contribution in contributions.items():
         if contribution.state is None:

@@ -12,7 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from hfshard._util.progress import byte_progress
-from hfshard._util.threads import run_in_threads
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
@@ -101,9 +101,7 @@ def _content(
 ) -> ByteSource:
     name, record = item
     sha256 = _checked_sha256(folder, name, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
-    if cancelled.is_set():
-        raise InterruptedError("another file failed, or Ctrl-C was pressed")
-    progress_callback(record.size or 0)
+    cancellable(progress_callback, cancelled)(record.size or 0)
     return folder.source(name, sha256)
 
 
