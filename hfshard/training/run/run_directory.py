@@ -48,10 +48,10 @@ from hfshard.training.run.run_storage import RunSave
 
 logger = logging.getLogger(__name__)
 
-_WRITING: Final = re.compile(r"\.tmp-(\d+)-(\d+)")
 REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
 """A checkpoint that another save of the same step is replacing; it counts until the new one is in place."""
-_REMOVED: Final = re.compile(r"\.removed-(\d+)-(\d+)")
+_HIDDEN: Final = re.compile(r"\.(?:tmp|replaced|removed)-\d+-\d+")
+"""What a save has hidden: what it writes, what it replaces, and what it removes."""
 
 _LOOKS: Final = 100
 """The most times that a run is listed again while another process saves into it."""
@@ -128,7 +128,7 @@ def clean_up_run(root: str) -> None:
         logger.info("Restoring '%s', which a killed save was about to replace.", target)
         os.rename(one.path, target)
         sync_directory(root)
-    for name in leftovers_in(root)[0]:
+    for name in _hidden_in(root):
         path = os.path.join(root, name)
         logger.info("Removing '%s', left by a killed save.", path)
         if (replaced := REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
@@ -152,9 +152,11 @@ def _remove_marks(root: str) -> None:
 def leftovers_in(root: str) -> tuple[list[str], list[str]]:
     """Name the leftovers of killed saves in a run: folders that `clean_up_run` removes, and those that it restores."""
     put_back = [os.path.basename(one.path) for one in _moved_aside(root)]
-    patterns = (_WRITING, REPLACED, _REMOVED)
-    left = [name for name in sorted(os.listdir(root)) if any(pattern.fullmatch(name) for pattern in patterns)]
-    return [name for name in left if name not in put_back], put_back
+    return [name for name in _hidden_in(root) if name not in put_back], put_back
+
+
+def _hidden_in(root: str) -> list[str]:
+    return [name for name in sorted(os.listdir(root)) if _HIDDEN.fullmatch(name)]
 
 
 def _moved_aside(root: str) -> list[RunCheckpoint]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,8 +61,6 @@ from hfshard.training.run.run_storage import RunSave
 logger = logging.getLogger(__name__)
 
 _INDEX: Final = SAFETENSORS_SUFFIX + INDEX_SUFFIX
-
-_MARK: Final = re.compile(r"(checkpoint-\d{8,18})-(\d{8,15})-([0-9a-f]{16})")
 
 Folders = Mapping[str, Mapping[str, StoredObject]]
 """Name of a folder of the run -> name of an object in it -> what was listed."""
@@ -487,8 +484,8 @@ def _manifests_first(names: Iterable[str]) -> list[str]:
 def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
     """Return the saves whose marks are among the paths, and the folders that they are for."""
     names = (path.removeprefix(f"{MARKS}/") for path in paths if path.startswith(f"{MARKS}/"))
-    matches = (_MARK.fullmatch(name) for name in names)
-    return {SaveId(int(match[2]), match[3]): match[1] for match in matches if match is not None}
+    splits = (split for name in names if (split := split_object_name(name)) is not None)
+    return {save_id: folder for folder, save_id in splits if CHECKPOINT.fullmatch(folder)}
 
 
 def _folders_among(listed: Mapping[str, StoredObject]) -> Folders:
