@@ -81,12 +81,20 @@ class StageNames:
         return {**state, "groups": groups, "state": slots}
 
 
-def find_stage(state: TrainingState, session: Session) -> tuple[TrainingState, StageNames | None]:
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The modules of this rank, if other ranks have other modules."""
+
+    state: TrainingState
+    """The same parts, whose parameters have their names in the full model."""
+    names: StageNames
+
+
+def find_stage(state: TrainingState, session: Session) -> Stage | None:
     """Exchange with the other ranks which modules they have. Every rank must call.
 
     Returns:
-        The state, in a pipeline with parameters that have their names in the full model; and the names of this rank's
-        modules, None if those of all ranks have the same names.
+        None if the modules of all ranks have the same names, as in everything but a pipeline.
 
     Raises:
         HfshardError: Another rank could not list its modules.
@@ -94,7 +102,7 @@ def find_stage(state: TrainingState, session: Session) -> tuple[TrainingState, S
     digest, ties, own = session.each(lambda: (stage_digest(state), state.tied_parameters(), _names_of(state)))
     digests = session.all_of(digest)
     if len(set(digests)) == 1:
-        return state, None
+        return None
     is_speaker = digests.index(digest) == session.position
     own_names = {key: sorted(names) for key, names in own.items()} if is_speaker else {}
     stages = session.all_of((ties if is_speaker else [], own_names))
@@ -103,7 +111,7 @@ def find_stage(state: TrainingState, session: Session) -> tuple[TrainingState, S
         key: frozenset(name for _, names in stages for name in _renamed(stage, key, names.get(key, ())))
         for key in dict.fromkeys(key for _, names in stages for key in names)
     }
-    return stage, StageNames({key: _renamed(stage, key, names) for key, names in own.items()}, everywhere)
+    return Stage(stage, StageNames({key: _renamed(stage, key, names) for key, names in own.items()}, everywhere))
 
 
 def with_aliases(state: TrainingState, ties: Iterable[Sequence[str]]) -> TrainingState:

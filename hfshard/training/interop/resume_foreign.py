@@ -102,8 +102,8 @@ def _resume(
 ) -> RestoredStep:
     assert reader is not None  # every rank has one
     is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
-    stage = None if session.is_alone else find_stage(state, session)[1]
-    is_stage = stage is not None and stage.own != stage.everywhere
+    stage = None if session.is_alone else find_stage(state, session)
+    is_stage = stage is not None and stage.names.own != stage.names.everywhere
     has_names = is_partitioned_directory(path)
     if any(session.all_of(is_stage or (is_spread and not has_names))):
         raise InvalidArgumentError(

@@ -83,7 +83,8 @@ def _resume_on_ranks(
     is_newest: bool,
 ) -> RestoredStep | None:
     is_spread = session.each(lambda: is_spread_state(state))
-    own, stage = (state, None) if session.is_alone else find_stage(state, session)
+    stage = None if session.is_alone else find_stage(state, session)
+    own, names = (state, None) if stage is None else (stage.state, stage.names)
     passed_over: list[str] = []
     for _ in range(_TRIES):
         chosen_checkpoint = _choose_together(partial(choose, passed_over), session)
@@ -107,7 +108,7 @@ def _resume_on_ranks(
                     strict=strict,
                     is_spread=is_spread,
                     session=session,
-                    stage=stage,
+                    stage=names,
                     without=without,
                 )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
