@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
 
@@ -452,16 +453,17 @@ def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> Ow
                 continue
             held[key_of(base, name)] = tensor
     options = next(iter(payload.requests.values())).options
-    plain = SaveRequest(options=options)
-    model = payload.requests.get(MODEL_BASE, plain)
-    of_common = SaveRequest(
+    model = payload.requests.get(MODEL_BASE, SaveRequest(options=options))
+    in_model = partial(key_of, MODEL_BASE)
+    of_all = SaveRequest(
+        tensors=common,
         options=options,
-        tied_names={key_of(MODEL_BASE, tied): key_of(MODEL_BASE, name) for tied, name in model.tied_names.items()},
-        undeclared_ties=tuple(key_of(MODEL_BASE, name) for name in model.undeclared_ties),
-        separate_names=frozenset(key_of(MODEL_BASE, name) for name in model.separate_names),
-        name_order=tuple(key_of(MODEL_BASE, name) for name in model.name_order),
+        tied_names={in_model(tied): in_model(name) for tied, name in model.tied_names.items()},
+        undeclared_ties=tuple(map(in_model, model.undeclared_ties)),
+        separate_names=frozenset(map(in_model, model.separate_names)),
+        name_order=tuple(map(in_model, model.name_order)),
     )
-    return OwnedTensors(replace(of_common, tensors=common), replace(plain, tensors=own), held)
+    return OwnedTensors(of_all, SaveRequest(tensors=own, options=options), held)
 
 
 def with_full_model_order(payload: SavePayload) -> SavePayload:
