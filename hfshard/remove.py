@@ -233,9 +233,15 @@ def _plan_checkpoint(
         return from_run(place)
     try:
         return from_place()
-    except CheckpointNotFoundError:
-        _reject_run(place)
-        raise
+    except CheckpointNotFoundError as error:
+        if not is_run(folder_at(place)):
+            raise
+        steps = [str(one.step) for one in open_run(place).checkpoints()]
+        raise InvalidArgumentError(
+            f"'{place}' is a run. Choose one of its checkpoints by step ({shorten_list(steps, _SHOWN)}), as in: "
+            f"hfshard remove {place} --step {steps[-1]}",
+            path=place,
+        ) from error
 
 
 def _plan_leftovers_in_store(request: RemovalRequest, store: Store) -> Removal:
@@ -249,18 +255,3 @@ def _plan_leftovers_in_store(request: RemovalRequest, store: Store) -> Removal:
     if store.list_objects(MARKS) or any(CHECKPOINT.fullmatch(folder) for folder in store.folders()):
         removals.insert(0, remove_leftovers_from_stored_run(address, unfinished=unfinished))
     return joined(removals, address)
-
-
-def _reject_run(place: str) -> None:
-    """Reject a run: the caller must name one of its checkpoints.
-
-    Raises:
-        InvalidArgumentError: It is one.
-    """
-    if is_run(folder_at(place)):
-        steps = [str(one.step) for one in open_run(place).checkpoints()]
-        raise InvalidArgumentError(
-            f"'{place}' is a run. Choose one of its checkpoints by step ({shorten_list(steps, _SHOWN)}), as in: "
-            f"hfshard remove {place} --step {steps[-1]}",
-            path=place,
-        )
