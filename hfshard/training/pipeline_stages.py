@@ -216,7 +216,7 @@ class StageState:
 
     def to_json(self) -> bytes:
         """Encode the report."""
-        return json.dumps([self.kinds, self.by_name, self.values, self.others]).encode()
+        return json.dumps([self.kinds, self.by_name, self.values]).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
