@@ -63,7 +63,7 @@ _HOMES = {
     "PlannedShard": "shards.shard_plan",
     "Problem": "checkpoint.verify_report",
     "PushResult": "hub.repo",
-    "RemovalReport": "removal.removal_plan",
+    "RemovalReport": "commit.removal_plan",
     "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "models.mixin",
     "TensorDiff": "viewing.results",
@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from hfshard._util.arguments import parse_size as parse_size
     from hfshard.checkpoint.verify_report import Problem as Problem
     from hfshard.checkpoint.verify_report import VerifyReport as VerifyReport
+    from hfshard.commit.removal_plan import RemovalReport as RemovalReport
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.format.index import FileDigest as FileDigest
@@ -114,7 +115,6 @@ if TYPE_CHECKING:
     from hfshard.models.mixin import ShardedModelMixin as ShardedModelMixin
     from hfshard.pull import pull_checkpoint as pull_checkpoint
     from hfshard.push import push_checkpoint as push_checkpoint
-    from hfshard.removal.removal_plan import RemovalReport as RemovalReport
     from hfshard.remove import remove_checkpoint as remove_checkpoint
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
     from hfshard.save import save_model as save_model

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from hfshard._util.arguments import wraps_os_errors
@@ -14,6 +15,14 @@ from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.commit.directory_state import find_enclosing_hub
+from hfshard.commit.removal import (
+    remove_from_directory,
+    remove_from_store,
+    remove_leftovers_from_directory,
+    remove_leftovers_from_store,
+)
+from hfshard.commit.removal_plan import Removal, RemovalReport, joined
+from hfshard.commit.store_commit import run_of_folder
 from hfshard.constants import MARKS
 from hfshard.errors import (
     CheckpointChangedError,
@@ -24,15 +33,16 @@ from hfshard.errors import (
 )
 from hfshard.format.file_names import WeightNames
 from hfshard.places.place import DirectoryPlace, SavePlace, StorePlace, place_to_save
-from hfshard.removal.from_directory import remove_from_directory, remove_leftovers_from_directory
-from hfshard.removal.from_run import remove_from_run, remove_leftovers_from_run
-from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
-from hfshard.removal.from_stored_run import remove_from_stored_run, remove_leftovers_from_stored_run
-from hfshard.removal.removal_plan import Removal, RemovalReport, joined
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, is_checkpoint, is_run, open_run
 from hfshard.training.run.manifest import CHECKPOINT, folder_at
+from hfshard.training.run.run_removal import (
+    remove_from_run,
+    remove_from_stored_run,
+    remove_leftovers_from_run,
+    remove_leftovers_from_stored_run,
+)
 
 _REPO_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """A possible name of a repo, as opposed to a directory."""
@@ -138,31 +148,34 @@ class RemovalRequest:
 
 
 def _plan_on_disk(request: RemovalRequest) -> Removal:
-    _check_directory(request.place, request.given)
-    if request.step is not None:
-        return remove_from_run(checkpoint_of_step(open_run(request.place), request.step).path)
+    directory, names = request.place, request.names
+    _check_directory(directory, request.given)
     if request.leftovers:
-        return _leftovers_on_disk(request.place, request.names)
-    return _checkpoint_on_disk(request.place, request.names)
+        of_run, of_place = remove_leftovers_from_run(directory), remove_leftovers_from_directory(directory, names)
+        return joined([of_run, of_place], directory)
+    return _plan_checkpoint(request, remove_from_run, partial(remove_from_directory, directory, names))
 
 
 def _plan_in_store(request: RemovalRequest) -> Removal:
-    place, unfinished = request.place, request.unfinished
+    address, unfinished = request.place, request.unfinished
 
     def plan() -> Removal:
-        if request.step is not None:
-            one = checkpoint_of_step(open_run(place), request.step)
-            return remove_from_stored_run(open_store(one.path), unfinished=unfinished)
+        store = open_store(address)
         if request.leftovers:
-            return _leftovers_in_store(place, request.names, unfinished=unfinished)
-        return _checkpoint_in_store(place, request.names, unfinished=unfinished)
+            return _plan_leftovers_in_store(request, store)
+        return _plan_checkpoint(
+            request,
+            lambda path: remove_from_stored_run(open_store(path), unfinished=unfinished),
+            partial(remove_from_store, store, request.names, unfinished=unfinished),
+            lambda: run_of_folder(store) is not None,
+        )
 
     try:
-        return retry_if_replaced(plan, replace(RangedFolder.traits, retries=_TRIES), place)
+        return retry_if_replaced(plan, replace(RangedFolder.traits, retries=_TRIES), address)
     except CheckpointChangedError as error:
         raise RemoteChangedError(
-            f"Other processes replaced the checkpoint in '{place}' on every attempt. Nothing was removed.",
-            path=place,
+            f"Other processes replaced the checkpoint in '{address}' on every attempt. Nothing was removed.",
+            path=address,
         ) from error
 
 
@@ -206,35 +219,34 @@ def _check_directory(directory: str, given: str) -> None:
         )
 
 
-def _checkpoint_on_disk(directory: str, names: WeightNames) -> Removal:
-    if names.variant is None and is_checkpoint(folder_at(directory)):
-        return remove_from_run(directory)
+def _plan_checkpoint(
+    request: RemovalRequest,
+    from_run: Callable[[str], Removal],
+    from_place: Callable[[], Removal],
+    is_folder_of_run: Callable[[], bool] = lambda: False,
+) -> Removal:
+    """Plan the removal of a run's checkpoint, if a step is given or the place is one; or else of any other."""
+    place = request.place
+    if request.step is not None:
+        return from_run(checkpoint_of_step(open_run(place), request.step).path)
+    if request.names.variant is None and (is_checkpoint(folder_at(place)) or is_folder_of_run()):
+        return from_run(place)
     try:
-        return remove_from_directory(directory, names)
-    except CheckpointNotFoundError:
-        _reject_run(directory)
-        raise
+        return from_place()
+    except CheckpointNotFoundError as error:
+        if not is_run(folder_at(place)):
+            raise
+        steps = [str(one.step) for one in open_run(place).checkpoints()]
+        raise InvalidArgumentError(
+            f"'{place}' is a run. Choose one of its checkpoints by step ({shorten_list(steps, _SHOWN)}), as in: "
+            f"hfshard remove {place} --step {steps[-1]}",
+            path=place,
+        ) from error
 
 
-def _leftovers_on_disk(directory: str, names: WeightNames) -> Removal:
-    removals = [remove_leftovers_from_run(directory), remove_leftovers_from_directory(directory, names)]
-    return joined(removals, directory)
-
-
-def _checkpoint_in_store(address: str, names: WeightNames, *, unfinished: bool) -> Removal:
-    store = open_store(address)
-    if names.variant is None and (is_checkpoint(folder_at(address)) or _is_folder_of_run(store)):
-        return remove_from_stored_run(store, unfinished=unfinished)
-    try:
-        return remove_from_store(store, names, unfinished=unfinished)
-    except CheckpointNotFoundError:
-        _reject_run(address)
-        raise
-
-
-def _leftovers_in_store(address: str, names: WeightNames, *, unfinished: bool) -> Removal:
-    store = open_store(address)
-    if _is_folder_of_run(store) or (names.variant is None and is_checkpoint(folder_at(address))):
+def _plan_leftovers_in_store(request: RemovalRequest, store: Store) -> Removal:
+    address, names, unfinished = request.place, request.names, request.unfinished
+    if run_of_folder(store) is not None or (names.variant is None and is_checkpoint(folder_at(address))):
         raise InvalidArgumentError(
             f"'{address}' is a checkpoint of a run. Pass the address of the run: its folders are checked together.",
             path=address,
@@ -243,26 +255,3 @@ def _leftovers_in_store(address: str, names: WeightNames, *, unfinished: bool) -
     if store.list_objects(MARKS) or any(CHECKPOINT.fullmatch(folder) for folder in store.folders()):
         removals.insert(0, remove_leftovers_from_stored_run(address, unfinished=unfinished))
     return joined(removals, address)
-
-
-def _is_folder_of_run(store: Store) -> bool:
-    """Return whether a place is a folder of a run, with or without a manifest."""
-    parent, _, name = store.address.prefix.rpartition("/")
-    if CHECKPOINT.fullmatch(name) is None:
-        return False
-    return bool(open_store(replace(store.address, prefix=parent)).list_objects(MARKS))
-
-
-def _reject_run(place: str) -> None:
-    """Reject a run: the caller must name one of its checkpoints.
-
-    Raises:
-        InvalidArgumentError: It is one.
-    """
-    if is_run(folder_at(place)):
-        steps = [str(one.step) for one in open_run(place).checkpoints()]
-        raise InvalidArgumentError(
-            f"'{place}' is a run. Choose one of its checkpoints by step ({shorten_list(steps, _SHOWN)}), as in: "
-            f"hfshard remove {place} --step {steps[-1]}",
-            path=place,
-        )

@@ -35,7 +35,6 @@ LAYERS = (
     "models",
     "load save",
     "training",
-    "removal",
     "remove verify",
     "viewing",
     "cli",
@@ -279,7 +278,17 @@ def test_parse_size_needs_no_torch(child_environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["CheckpointDiff", "CheckpointIndex", "FileDigest", "Problem", "PushResult", "TensorDiff", "VerifyReport"]
+    "name",
+    [
+        "CheckpointDiff",
+        "CheckpointIndex",
+        "FileDigest",
+        "Problem",
+        "PushResult",
+        "RemovalReport",
+        "TensorDiff",
+        "VerifyReport",
+    ],
 )
 def test_results_need_no_torch(name: str, child_environment: dict[str, str]) -> None:
     assert _loaded_by(f"from hfshard import {name}", child_environment) <= {"hfshard", "xxhash"}

@@ -17,7 +17,7 @@ SUITES = [
     *("attacks", "flows", "golden", "helpers", "programs", "scripts", "servers", "sweeps", "upstream", "zoo"),
     "foreign/producers",
     *("hub/pull", "hub/push", "viewing/browser"),
-    *("stores/reading", "stores/removal", "stores/runs", "stores/saving", "stores/suite"),
+    *("stores/reading", "stores/runs", "stores/saving", "stores/suite"),
 ]
 
 # Suites of the whole package, or of its pages.
@@ -41,8 +41,6 @@ COVERED = {
     "hub/repo_folder": "hub/pull/test_pull.py",
     "models/diffusers_models": "programs/test_diffusers.py",
     "models/small_saves": "stores/suite/test_small_saves.py",
-    "removal/from_store": "stores/removal/test_from_store.py",
-    "removal/from_stored_run": "stores/runs/test_removing.py",
     "saving/signed_store": "stores/suite/test_signatures.py",
     "training/integrations/lightning": "programs/test_lightning.py",
     "training/run/run_store": "stores/runs",

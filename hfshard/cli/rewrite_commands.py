@@ -34,8 +34,8 @@ from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from hfshard.checkpoint.verify_report import Problem
+    from hfshard.commit.removal_plan import RemovalReport
     from hfshard.format.index import FileDigest
-    from hfshard.removal.removal_plan import RemovalReport
     from hfshard.saving.resharding import ReshardResult
     from hfshard.training.interop.convert_run import ConvertedRun
     from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint

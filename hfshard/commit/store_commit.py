@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from hfshard._util.arguments import StoreAddress
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import delay_interrupt, run_in_threads
@@ -354,17 +355,23 @@ def store_transaction(store: Store, new: NewCheckpoint, writer: ShardWriter) -> 
     yield StoreTransaction(store, new, writer, _inspect(store, new))
 
 
+def run_of_folder(store: Store) -> StoreAddress | None:
+    """Return the address of the run that a place is a folder of, with or without a manifest; None if it is in none."""
+    parent, _, name = store.address.prefix.rpartition("/")
+    root = replace(store.address, prefix=parent)
+    return root if _STEP.fullmatch(name) and open_store(root).list_objects(MARKS) else None
+
+
 def _reject_folder_of_run(store: Store) -> None:
     """Reject a folder of a run, which deletes the folder's objects when it finds no manifest.
 
     Raises:
         SaveDirectoryError: It is such a folder.
     """
-    parent, _, name = store.address.prefix.rpartition("/")
-    if _STEP.fullmatch(name) and open_store(replace(store.address, prefix=parent)).list_objects(MARKS):
+    if (root := run_of_folder(store)) is not None:
         raise SaveDirectoryError(
-            f"'{store.address}' is a folder of the training run '{replace(store.address, prefix=parent)}'. Save to "
-            "another address, or save into the run with CheckpointManager.",
+            f"'{store.address}' is a folder of the training run '{root}'. Save to another address, or save into the "
+            "run with CheckpointManager.",
             path=str(store.address),
         )
 

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import repeat
 from threading import Event
@@ -42,6 +42,13 @@ _LOOK_SECONDS: Final = 0.2
 """Between two checks for a failed rank, while the last blocks are flushed."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeyedTensor(RawTensor):
+    """A tensor that the ranks know by another name than its file does, as files of one save may have the same names."""
+
+    key: str = field(kw_only=True)
+
+
 class RankWriter:
     """The leader's `ShardWriter`, and its counterpart on the other ranks.
 
@@ -57,7 +64,7 @@ class RankWriter:
         holders: Which rank has what.
         held: This rank's tensors.
         group: A group whose collectives take CPU tensors.
-        stored_name: Returns a tensor's name in a file, if the ranks know it by another one.
+        stored_name: Returns the name in a file of a `KeyedTensor`, by its key.
         writers: The ranks that may write; empty: all.
     """
 
@@ -326,7 +333,8 @@ def _ordered(job: WriteJob, known: KnownFile | None) -> TaskFile:
     own = job.hfshard_metadata
     like = None if job.like is None else (stat.S_IMODE(job.like.st_mode), job.like.st_gid)
     own_metadata = None if own is None else dict(own)
-    return TaskFile(job.path, tuple(job.tensors), dict(job.metadata), own_metadata, like, known)
+    names = (one.key if isinstance(one, KeyedTensor) else name for name, one in job.tensors.items())
+    return TaskFile(job.path, tuple(names), dict(job.metadata), own_metadata, like, known)
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:

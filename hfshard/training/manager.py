@@ -25,7 +25,6 @@ from hfshard.saving.save_request import SaveOptions
 from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
 from hfshard.training.interop.resume_foreign import resume_foreign
-from hfshard.training.replicas import SAME, OfEachRank
 from hfshard.training.restoring.resume import resume
 from hfshard.training.run.find_checkpoint import (
     Level,
@@ -48,7 +47,7 @@ from hfshard.training.run.manifest import (
 )
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_all, push_found
 from hfshard.training.run.run_writer import RunWriter, check_names
-from hfshard.training.run_ranks import agree_on_place, agree_on_step, meet_for
+from hfshard.training.run_ranks import SAME, OfEachRank, agree_on_checkpoint, meet_for
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from hfshard.training.state.collect_state import RankState, collect, collect_rank, encode_components, save_options
 from hfshard.training.state.step import RestoredStep
@@ -136,7 +135,7 @@ class CheckpointManager(RunReader):
         self.progress = progress
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
         self._storage = open_run(self.root)
-        rule = rotation.to_remove if rotation.does_remove else None
+        rule = None if max_to_keep is None else rotation.to_remove
         self._writer = RunWriter(open_run(self.root), rule, pusher, progress)
 
     @wraps_os_errors("root")
@@ -271,8 +270,8 @@ class CheckpointManager(RunReader):
                 step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.each(lambda: absolute_place(step))
             if not ranks.is_alone:
-                agree_on_place(ranks, place if isinstance(place, str) else self.root, "restores from")
-                agree_on_step(ranks, "a place" if isinstance(place, str) else str(place))
+                path, what = (place, "a place") if isinstance(place, str) else (self.root, str(place))
+                agree_on_checkpoint(ranks, path, what)
             signature = None if public_key is None else required_signature(public_key)
             restored = None
             if isinstance(place, str):
@@ -332,7 +331,7 @@ class CheckpointManager(RunReader):
         """
         with self._restoring("restore_latest", state, without) as (ranks, state):
             if not ranks.is_alone:
-                agree_on_place(ranks, self.root, "restores from")
+                agree_on_checkpoint(ranks, self.root, "latest")
             signature = None if public_key is None else required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
             return resume(
@@ -467,7 +466,7 @@ class CheckpointManager(RunReader):
         if step is None:
             return newest_intact(self._storage, verify, self.progress, is_read_next=True, passed_over=passed_over)
         if isinstance(step, str | os.PathLike):
-            return checked_at(step, verify, token=token, progress=self.progress, is_read_next=True)
+            return checked_at(step, verify, token=token, progress=self.progress)
         checkpoint = checkpoint_of_step(self._storage, step)
         return checkpoint, check_run_checkpoint(checkpoint, verify, self.progress, is_read_next=True)
 
@@ -507,11 +506,6 @@ class Rotation:
             )
         if self.metric_mode not in ("min", "max"):
             raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
-
-    @property
-    def does_remove(self) -> bool:
-        """True if any checkpoint is ever removed."""
-        return self.max_to_keep is not None
 
     def to_remove(self, found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
         """List the checkpoints to remove, given all finished ones of a run in any order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Self
@@ -182,9 +182,7 @@ class StageState:
     by_name: dict[str, Any]
     """Encoded, the parts with an entry for each parameter: modules, optimizers, gradients that are spread."""
     values: dict[str, dict[str, str]]
-    """Component -> digests of its tensors that belong to no parameter, by name; spread ones have "spread"."""
-    others: dict[str, str]
-    """Digests of all other parts, without their tensors."""
+    """Optimizer -> digests of its tensors that belong to no parameter, by name; spread ones have "spread"."""
 
     @classmethod
     def of(cls, state: TrainingState, components: Components, *, is_first: bool) -> Self:
@@ -196,28 +194,29 @@ class StageState:
             is_first: Whether it is the first rank with these modules, which reports them.
 
         Raises:
-            InvalidArgumentError: An optimizer's state covers all parameters together.
+            InvalidArgumentError: An optimizer's state covers all parameters together; or a part has DTensors, which may
+                differ, and which ranks cannot store alone.
         """
-        parts = cls({name: entry["kind"] for name, entry in components.encoded.items()}, {}, {}, {})
+        parts = cls({name: entry["kind"] for name, entry in components.encoded.items()}, {}, {})
         for name, entry in components.encoded.items():
             part = state.components[name]
-            is_by_name = entry["kind"] in ("module", "optimizer") or isinstance(part, Gradients)
-            if is_by_name and is_first:
-                parts.by_name[name] = entry
-            if not is_by_name:
-                parts.others[name] = sha256_of(json.dumps([entry["kind"], entry["state"]], sort_keys=True).encode())
             if entry["kind"] == "optimizer":
-                _reject_whole_state(name, part)
+                if isinstance(part, LBFGS):
+                    raise _refusal(name, "is an LBFGS, whose state covers all parameters together")
                 loose = {key: value for key, value in entry["state"].items() if key != "state"}
                 tensors = components.optimizer_tensors if name == "optimizer" else components.tensors
-                parts.values[name] = _digests(loose, tensors)
-            elif name in parts.others:
-                parts.values[name] = _digests(entry["state"], components.tensors)
+                parts.values[name] = {key: _digest(tensors[key]) for key in tensor_names(loose)}
+            elif entry["kind"] != "module" and not isinstance(part, Gradients):
+                if any(is_dtensor(components.tensors[key]) for key in tensor_names(entry["state"])):
+                    raise _refusal(name, "has its own DTensors")
+                continue
+            if is_first:
+                parts.by_name[name] = entry
         return parts
 
     def to_json(self) -> bytes:
         """Encode the report."""
-        return json.dumps([self.kinds, self.by_name, self.values, self.others]).encode()
+        return json.dumps([self.kinds, self.by_name, self.values]).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
@@ -235,7 +234,7 @@ class MergedState:
     """Parts that differ on another rank: each rank saves its own."""
 
 
-def merge_parts(own: Components, reports: Mapping[int, StageState]) -> MergedState:
+def merge_parts(own: Components, reports: Mapping[int, StageState], different: Collection[str]) -> MergedState:
     """Merge the parts of all stages into those of one model.
 
     The entries of modules and optimizers are merged by name; if several ranks have a name, the first one's entry
@@ -245,10 +244,10 @@ def merge_parts(own: Components, reports: Mapping[int, StageState]) -> MergedSta
     Args:
         own: The first rank's components; not changed.
         reports: Rank -> its report, in the order of the ranks.
+        different: Other parts that are not the same on all ranks.
 
     Raises:
-        InvalidArgumentError: Two ranks have optimizers that cannot be those of one model, or a part that differs on
-            each and has DTensors.
+        InvalidArgumentError: Two ranks have optimizers that cannot be those of one model.
     """
     reject_other_parts({rank: parts.kinds for rank, parts in reports.items()})
     merged = MergedState({}, [])
@@ -266,10 +265,12 @@ def merge_parts(own: Components, reports: Mapping[int, StageState]) -> MergedSta
             united = _first_of_each(encoded_entries(state) for _, state in states)
             merged.encoded[name] = {"kind": entry["kind"], "state": united}
     for name, entry in own.encoded.items():
-        if name not in merged.encoded and _is_same(name, reports) and (keeps_groups or entry["kind"] != "scheduler"):
-            merged.encoded[name] = {"kind": entry["kind"], "state": entry["state"]}  # which is in no rank's order
-        elif name not in merged.encoded:
+        if name in merged.encoded:
+            continue
+        if name in different or (entry["kind"] == "scheduler" and not keeps_groups):
             merged.of_a_rank.append(name)
+        else:
+            merged.encoded[name] = {"kind": entry["kind"], "state": entry["state"]}  # which is in no rank's order
     return merged
 
 
@@ -288,11 +289,7 @@ class _OptimizerUnion:
         return all(taken == list(range(len(self.state["groups"]))) for taken in self._taken)
 
     def add(self, rank: int, state: Mapping[str, Any]) -> None:
-        """Add the optimizer of a rank.
-
-        Raises:
-            InvalidArgumentError: It does not fit those added before.
-        """
+        """Add the optimizer of a rank; refuse one that does not fit those added before."""
         for key in self.state.keys() - {"groups", "state"}:
             if state[key] != self.state[key]:
                 raise _refusal(self._name, f"has another {key!r} on rank {rank}")
@@ -342,28 +339,11 @@ def _first_of_each(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _digests(nested: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: _SPREAD if is_dtensor(tensors[name]) else _digest(tensors[name]) for name in tensor_names(nested)}
-
-
 def _digest(tensor: torch.Tensor) -> str:
+    if is_dtensor(tensor):
+        return _SPREAD
     kind = f"{tensor.dtype} {tuple(tensor.shape)} "
     return sha256_of(kind.encode() + b"".join(map(bytes, iter_blocks(tensor.detach(), _BLOCK_BYTES))))
-
-
-def _is_same(name: str, reports: Mapping[int, StageState]) -> bool:
-    """Return whether a part is the same on all ranks.
-
-    Raises:
-        InvalidArgumentError: The part has DTensors, which may differ, and which ranks cannot store alone.
-    """
-    if any(_SPREAD in parts.values.get(name, {}).values() for parts in reports.values()):
-        raise _refusal(name, "has its own DTensors")
-    first = reports[min(reports)]
-    return all(
-        parts.others.get(name) == first.others[name] and parts.values.get(name) == first.values[name]
-        for parts in reports.values()
-    )
 
 
 def _check_values(name: str, values: Mapping[int, Mapping[str, str]]) -> None:
@@ -373,11 +353,6 @@ def _check_values(name: str, values: Mapping[int, Mapping[str, str]]) -> None:
         for tensor, digest in digests.items():
             if known.setdefault(tensor, digest) != digest:
                 raise _refusal(name, f"has another tensor '{tensor}' on rank {rank}")
-
-
-def _reject_whole_state(name: str, optimizer: Any) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise _refusal(name, "is an LBFGS, whose state covers all parameters together")
 
 
 def _refusal(name: str, why: str) -> InvalidArgumentError:

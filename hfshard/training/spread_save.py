@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
@@ -14,30 +14,30 @@ from typing import Any, Final, Self
 import torch
 
 from hfshard._util.call_ranks import Session
-from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error
-from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.liveness import pack, unpack
-from hfshard.distributed.rank_writer import RankWriter
+from hfshard.distributed.rank_writer import KeyedTensor, RankWriter
 from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, no_bytes_here, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
 from hfshard.format.file_names import MODEL_BASE
-from hfshard.format.index import Checksum, FileDigest
+from hfshard.format.index import Checksum
 from hfshard.saving.save_request import SaveRequest
-from hfshard.shards.write_shards import WriteJob
-from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
-from hfshard.training.replicas import OfEachRank, Replicas, differ, of_each_rank
 from hfshard.training.run.background import HostBuffers
 from hfshard.training.run.manifest import checked_step, checkpoint_path
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.run_ranks import (
+    OfEachRank,
+    Replicas,
     all_ranks,
+    differ,
+    different_objects,
     names_of_place,
+    of_each_rank,
     reject_other_parts,
     reject_other_places,
     shared_kinds,
@@ -45,7 +45,6 @@ from hfshard.training.run_ranks import (
 )
 from hfshard.training.state.collect_state import (
     STATE_BASE,
-    Components,
     RankState,
     SavePayload,
     collect,
@@ -105,26 +104,37 @@ def save_spread(
     writer.join()
     with ExitStack() as stack:
         session = stack.enter_context(all_ranks())
-        order = replace(order, state=checked_state(order.state))
-        stages, own = _find_stages(order, writer, session)
+        state = checked_state(order.state)
+        stages, own = _find_stages(order, state, writer, session)
         if stages is None:
-            return _save_replicated(order, writer, write, session, own)
+            return _save_replicated(order.step, state, writer, write, session, own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
-        if is_pipeline and order.state.is_flattened:
+        if is_pipeline and state.is_flattened:
             raise InvalidArgumentError(
                 "The ranks have different modules, and FullyShardedDataParallel (FSDP1) has flattened some. Shard the "
                 "stages of a pipeline with torch.distributed.fsdp.fully_shard."
             )
-        if order.state.is_flattened:
-            order = replace(order, state=with_named_states(order.state, partial(_values_of_all, session)))
+        if state.is_flattened:
+            state = with_named_states(state, lambda what, value: session.meet(f"states of {what}", value).values())
+        merged: dict[str, dict[str, Any]] | None = None
+        of_a_rank = own.objects
+        stage = ""
         if is_pipeline:
-            order = replace(order, state=_as_stage(order.state, session, stages))
-        components, of_a_rank = _share_components(order, session, stages) if is_pipeline else (None, own.objects)
-        ranks = _share_states(order, session, of_a_rank, stages[session.position] if is_pipeline else "", own.buffers)
+            stage = stages[session.position]
+            is_first = stages.index(stage) == session.position
+            ties = session.all_of(state.tied_parameters() if is_first else [])
+            state = with_aliases(state, chain.from_iterable(ties))
+            if len(set(stages)) == len(stages):  # each stage is on one rank
+                state = with_whole_gradients(state)
+            merged, of_a_rank = _merge_stages(state, session, own.objects, is_first=is_first)
+        own_state = collect_rank(state, session.position, of_a_rank, stage, own.buffers)
+        step = checked_step(order.step)
+        ranks = _share_states(session, own_state, step, blocking=order.blocking)
+        components = encode_components(state, of_a_rank)
         payload = collect(
-            components or encode_components(order.state, of_a_rank),
-            order.state.components.get(MODEL_BASE),
+            components if merged is None else replace(components, encoded=merged),
+            state.components.get(MODEL_BASE),
             ranks,
             order.extra if session.is_leader else None,
             save_options(order.max_shard_size, order.checksum, order.progress),
@@ -134,82 +144,64 @@ def save_spread(
         holders = _share_holders(session, parts)
         if session.is_leader:
             payload = merged_payload(payload, holders)
-        work = _planned(order, writer, session, payload, parts, holders)
-        path = checkpoint_path(writer.root, checked_step(order.step))
+        work = _planned(order, step, writer, session, payload, parts, holders)
         if order.blocking:
             work()
         else:
-            _start(order, writer, work, stack.pop_all())
-        return path
+            rest = stack.pop_all()
 
+            def finish() -> None:
+                with rest:
+                    work()
 
-def _values_of_all(session: Session, what: str, value: bytes) -> Iterable[bytes]:
-    return session.meet(f"states of {what}", value).values()
+            writer.start(step, finish)
+        return checkpoint_path(writer.root, step)
 
 
 def _find_stages(
-    order: SpreadSaveArguments, writer: RunWriter, session: Session
+    order: SpreadSaveArguments, state: TrainingState, writer: RunWriter, session: Session
 ) -> tuple[list[str] | None, OfEachRank]:
-    """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
-
-    Raises:
-        InvalidArgumentError: Gradients of FSDP1 would be saved; or the ranks have different parts, or save into
-            different directories; or copies of a parameter differ.
-    """
-    is_spread = is_spread_state(order.state)
-    replicas = Replicas.of(order.state)
-    own = [is_spread, stage_digest(order.state), replicas.summary()]
-    message = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
+    """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks."""
+    is_spread = is_spread_state(state)
+    replicas = Replicas.of(state)
+    own = [is_spread, stage_digest(state), replicas.summary()]
+    message = json.dumps([own, shared_kinds(state), names_of_place(writer.root)]).encode()
     meeting = session.meet("save", message)
     states, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
     reject_other_parts(dict(zip(meeting, kinds, strict=True)))
     reject_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
     stages = [stage for _, stage, _ in states]
-    if len(set(stages)) > 1:
-        return stages, OfEachRank()
     summaries = {rank: summary for rank, (_, _, summary) in zip(meeting, states, strict=True)}
+    if len(set(stages)) > 1:
+        return stages, OfEachRank(sorted(different_objects(summaries)))
     details: dict[int, Any] = {}
     if differ(summaries.values()):
-        message = json.dumps(replicas.details()).encode()
-        details = {rank: json.loads(raw) for rank, raw in session.meet("copies that differ", message).items()}
+        details = dict(zip(meeting, session.all_of(replicas.details()), strict=True))
     each = of_each_rank(summaries, details, allow_different_replicas=order.allow_different_replicas)
     return (stages if any(is_spread for is_spread, _, _ in states) else None), each
 
 
-def _as_stage(state: TrainingState, session: Session, stages: Sequence[str]) -> TrainingState:
-    """Return a copy of the state with the full model's names, and with its gradients if each stage has one rank."""
-    is_speaker = stages.index(stages[session.position]) == session.position
-    ties = session.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
-    state = with_aliases(state, chain.from_iterable(map(json.loads, ties.values())))
-    return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
-
-
-def _share_components(
-    order: SpreadSaveArguments, session: Session, stages: Sequence[str]
-) -> tuple[Components, Sequence[str]]:
+def _merge_stages(
+    state: TrainingState, session: Session, different: Collection[str], *, is_first: bool
+) -> tuple[dict[str, dict[str, Any]] | None, Sequence[str]]:
     """Merge the parts of all stages into those of one model, on the first rank.
 
     Returns:
-        This rank's components, on the first rank those of all; and the parts of which each rank saves its own.
-
-    Raises:
-        InvalidArgumentError: The parts cannot be those of one model.
+        On the first rank the encoded parts of all, on others None; and the parts of which each rank saves its own.
     """
-    components = encode_components(order.state)
-    is_first = stages.index(stages[session.position]) == session.position
-    own = StageState.of(order.state, components, is_first=is_first)
-    reports = session.gather("parts", own.to_json())
+    components = encode_components(state)
+    reports = session.gather("parts", StageState.of(state, components, is_first=is_first).to_json())
     if not session.is_leader:
-        of_a_rank = json.loads(session.wait_for("parts of a rank", session.leader))
-        return encode_components(order.state, of_a_rank), of_a_rank
-    parts = {rank: own if rank == session.rank else StageState.from_json(raw) for rank, raw in reports.items()}
-    merged = merge_parts(components, parts)
+        return None, json.loads(session.wait_for("parts of a rank", session.leader))
+    parts = {rank: StageState.from_json(raw) for rank, raw in reports.items()}
+    merged = merge_parts(components, parts, different)
     session.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
-    return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
+    return merged.encoded, merged.of_a_rank
 
 
 def _planned(
     order: SpreadSaveArguments,
+    step: int,
     writer: RunWriter,
     session: Session,
     payload: SavePayload,
@@ -219,7 +211,7 @@ def _planned(
     """Check everything that can be checked before the first byte is written, and return the remaining work."""
     is_leader = session.is_leader
     if is_leader:
-        metrics = order.metrics_of(order.step)
+        metrics = order.metrics_of(step)
         check_names(order.files, payload)
         writer.begin()
     session.meet("ready to write")
@@ -229,9 +221,7 @@ def _planned(
 
     def work() -> None:
         if is_leader:
-            saved = writer.write(
-                order.step, payload, metrics, order.files, blocking=order.blocking, writer=KeyedWriter(ranks)
-            )
+            saved = writer.write(step, payload, metrics, order.files, blocking=order.blocking, writer=ranks)
             ranks.end()
             session.finish()
             writer.push_saved(saved, blocking=order.blocking)  # the other ranks continue in parallel
@@ -242,57 +232,30 @@ def _planned(
     return work
 
 
-def _start(order: SpreadSaveArguments, writer: RunWriter, work: Callable[[], None], stack: ExitStack) -> None:
-    """Do the rest in a thread, which leaves the operation at the end."""
-
-    def run() -> None:
-        with stack:
-            work()
-
-    writer.start(order.step, run)
-
-
-def _share_states(
-    order: SpreadSaveArguments, session: Session, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
-) -> list[RankState]:
+def _share_states(session: Session, own: RankState, step: int, *, blocking: bool) -> list[RankState]:
     """Send this rank's own state to the first rank, without its tensors, which are exchanged with all others.
-
-    Args:
-        order: What to save.
-        session: The session of the save.
-        of_a_rank: Parts of which each rank saves its own.
-        stage, buffers: As in `collect_rank`.
 
     Returns:
         On the first rank the states of all, on others this rank's; only this rank's has tensors.
-
-    Raises:
-        InvalidArgumentError: The ranks save different steps, or differ in `blocking`.
     """
-    own = collect_rank(order.state, session.position, of_a_rank, stage, buffers)
-    asked = [checked_step(order.step), order.blocking]
     states = []
-    for rank, raw in session.gather("state", json.dumps([*asked, own.nested]).encode()).items():
-        step, blocking, nested = json.loads(raw)
-        if [step, blocking] != asked:
+    for rank, raw in session.gather("state", json.dumps([step, blocking, own.nested]).encode()).items():
+        other_step, is_blocking, nested = json.loads(raw)
+        if (other_step, is_blocking) != (step, blocking):
             raise InvalidArgumentError(
-                f"All ranks must save the same step in the same way, got {asked[0]} with blocking={asked[1]} on rank "
-                f"{session.rank}, and {step} with blocking={blocking} on rank {rank}."
+                f"All ranks must save the same step in the same way, got {step} with blocking={blocking} on rank "
+                f"{session.rank}, and {other_step} with blocking={is_blocking} on rank {rank}."
             )
         states.append(own if rank == session.rank else RankState(nested, {}))
     return states or [own]
 
 
 def _share_holders(session: Session, parts: OwnedTensors) -> TensorOwners:
-    """Find what each rank has. One rank lists the names of what each has alone, without the rank's number.
-
-    Raises:
-        InvalidArgumentError: The ranks disagree about a tensor, or do not have all of it together.
-    """
-    listing, meshes = list_tensors(parts.common, _tensors(parts.common.tensors))
+    """Find what each rank has. One rank lists the names of what each has alone, without the rank's number."""
+    listing, meshes = list_tensors(parts.common, parts.common.tensors)
     groups, listings = exchange_listings(session, listing, meshes)
     require_all_ranks(session)
-    own, _ = list_tensors(parts.own, _tensors(parts.own.tensors))
+    own, _ = list_tensors(parts.own, parts.own.tensors)
     own_groups, own_listings = exchange_listings(session, own, (), " of a rank")
     for group in own_groups:
         for rank in group.ranks:
@@ -300,10 +263,6 @@ def _share_holders(session: Session, parts: OwnedTensors) -> TensorOwners:
             listings[digest] = with_rank(own_listings[group.digest], session.ranks.index(rank))
             groups.append(RankGroup((rank,), digest, ()))
     return TensorOwners.unite(groups, listings, parts.common.name_order)
-
-
-def _tensors(tensors: Mapping[str, Any]) -> Mapping[str, LocalTensor]:
-    return tensors
 
 
 def _host_copies(held: Mapping[str, LocalTensor], copies: HostBuffers) -> dict[str, LocalTensor]:
@@ -331,15 +290,9 @@ class RankContribution:
     """None if the rank could not collect it."""
     problem: str = ""
     """The reason why it could not, described."""
-    number: int = 0
-    """The rank's number in torch.distributed."""
 
     def to_bytes(self) -> bytes:
-        """Encode the message: JSON, and the bytes of the tensors; names of one tensor stay names of one.
-
-        Raises:
-            UnstorableTensorError: A tensor cannot be stored.
-        """
+        """Encode the message: JSON, and the bytes of the tensors; names of one tensor stay names of one."""
         tensors = {} if self.state is None else self.state.tensors
         for name, tensor in tensors.items():
             check_storable(name, tensor)
@@ -349,7 +302,6 @@ class RankContribution:
             self.step,
             self.state and self.state.nested,
             self.problem,
-            self.number,
             [[name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in kept.items()],
             [[name, tied_names.get(name, name)] for name in tensors],
         ]
@@ -360,14 +312,14 @@ class RankContribution:
     def from_bytes(cls, raw: bytes) -> Self:
         """Decode what `to_bytes` has encoded; the tensors are on the CPU."""
         first, *values = unpack(raw).values()
-        step, nested, problem, number, described, names = json.loads(first)
+        step, nested, problem, described, names = json.loads(first)
         kept: dict[str, torch.Tensor] = {}
         for (name, dtype, shape), value in zip(described, values, strict=True):
             kept[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             if value:
                 bytes_view(kept[name])[:] = value
         state = None if nested is None else RankState(nested, {name: kept[stored] for name, stored in names})
-        return cls(step, state, problem, number)
+        return cls(step, state, problem)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
@@ -375,7 +327,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _save_replicated(
-    order: SpreadSaveArguments,
+    step: int,
+    state: TrainingState,
     writer: RunWriter,
     write: Callable[[int, TrainingState, Sequence[RankState], OfEachRank], str],
     session: Session,
@@ -392,23 +345,23 @@ def _save_replicated(
 
     def work() -> str:
         writer.wait()
-        step, states = _agreed_step([contribution, *others])
-        return write(step, order.state, states, own)
+        agreed, states = _agreed_step({session.rank: contribution, **others})
+        return write(agreed, state, states, own)
 
     error: Exception | None = None
     try:
-        of_rank = collect_rank(order.state, session.position, own.objects, buffers=own.buffers)
-        contribution = RankContribution(checked_step(order.step), of_rank, number=session.rank)
+        of_rank = collect_rank(state, session.position, own.objects, buffers=own.buffers)
+        contribution = RankContribution(checked_step(step), of_rank)
         message = b"" if session.is_leader else contribution.to_bytes()
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
-        contribution = RankContribution(problem=describe_error(error), number=session.rank)
+        contribution = RankContribution(problem=describe_error(error))
         message = contribution.to_bytes()
     try:
         messages = session.gather("value", message)
         if not session.is_leader:
             return session.finish().decode()
-        others = [RankContribution.from_bytes(messages.pop(rank)) for rank in session.ranks[1:]]  # not in memory twice
+        others = {rank: RankContribution.from_bytes(messages.pop(rank)) for rank in session.ranks[1:]}  # once in memory
         return _finish_with(session, work)
     except HfshardError:
         if error is not None:
@@ -427,20 +380,14 @@ def _finish_with(session: Session, work: Callable[[], str]) -> str:
         raise
 
 
-def _agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[RankState]]:
-    """Return the step that all ranks save, and what each of them adds.
-
-    Raises:
-        RankFailedError: A rank could not collect its state.
-        InvalidArgumentError: The ranks save different steps.
-    """
+def _agreed_step(contributions: Mapping[int, RankContribution]) -> tuple[int, list[RankState]]:
+    """Return the step that all ranks save, and what each of them adds."""
     states: list[RankState] = []
-    for contribution in contributions:
+    for rank, contribution in contributions.items():
         if contribution.state is None:
-            number = contribution.number
-            raise RankFailedError(f"Rank {number} cannot save: {contribution.problem}", rank=number)
+            raise RankFailedError(f"Rank {rank} cannot save: {contribution.problem}", rank=rank)
         states.append(contribution.state)
-    steps = [contribution.step for contribution in contributions]
+    steps = [contribution.step for contribution in contributions.values()]
     if any(other != steps[0] for other in steps):
         raise InvalidArgumentError(f"All ranks must save the same step, got {steps}.")
     return steps[0], states
@@ -463,13 +410,6 @@ class OwnedTensors:
     """The tensors that this rank alone contributes; names lack its number, which `with_rank` adds."""
     held: dict[str, LocalTensor]
     """Both, by their own names."""
-
-
-@dataclass(frozen=True, slots=True)
-class _KeyedTensor(RawTensor):
-    """A tensor that owners write, with the key by which all ranks know it."""
-
-    key: str = field(kw_only=True)
 
 
 def key_of(base: str, name: str) -> str:
@@ -497,8 +437,8 @@ def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> Ow
         UnstorableTensorError: A tensor cannot be stored.
     """
     prefix = rank_prefix(rank)
-    common: dict[str, LocalTensor] = {}
-    own: dict[str, LocalTensor] = {}
+    common: dict[str, Any] = {}  # unlike other requests, this may contain parts of tensors
+    own: dict[str, Any] = {}
     held: dict[str, LocalTensor] = {}
     for base, request in payload.requests.items():
         for name, tensor in with_spread_tensors(request.tensors).items():
@@ -513,16 +453,17 @@ def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> Ow
                 continue
             held[key_of(base, name)] = tensor
     options = next(iter(payload.requests.values())).options
-    plain = SaveRequest(options=options)
-    model = payload.requests.get(MODEL_BASE, plain)
-    of_common = SaveRequest(
+    model = payload.requests.get(MODEL_BASE, SaveRequest(options=options))
+    in_model = partial(key_of, MODEL_BASE)
+    of_all = SaveRequest(
+        tensors=common,
         options=options,
-        tied_names={key_of(MODEL_BASE, tied): key_of(MODEL_BASE, name) for tied, name in model.tied_names.items()},
-        undeclared_ties=tuple(key_of(MODEL_BASE, name) for name in model.undeclared_ties),
-        separate_names=frozenset(key_of(MODEL_BASE, name) for name in model.separate_names),
-        name_order=tuple(key_of(MODEL_BASE, name) for name in model.name_order),
+        tied_names={in_model(tied): in_model(name) for tied, name in model.tied_names.items()},
+        undeclared_ties=tuple(map(in_model, model.undeclared_ties)),
+        separate_names=frozenset(map(in_model, model.separate_names)),
+        name_order=tuple(map(in_model, model.name_order)),
     )
-    return OwnedTensors(replace(of_common, tensors=_typed(common)), replace(plain, tensors=_typed(own)), held)
+    return OwnedTensors(of_all, SaveRequest(tensors=own, options=options), held)
 
 
 def with_full_model_order(payload: SavePayload) -> SavePayload:
@@ -553,7 +494,7 @@ def merged_payload(payload: SavePayload, holders: TensorOwners) -> SavePayload:
     by_base: dict[str, dict[str, RawTensor]] = {}
     for key, layout in holders.layouts.items():
         base = key.partition("/")[0]
-        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, no_bytes_here(key, layout), key=key)
+        by_base.setdefault(base, {})[name_of_key(key)] = KeyedTensor(layout, no_bytes_here(key, layout), key=key)
     requests = {}
     for base in dict.fromkeys([*payload.requests, *by_base]):
         request = payload.requests.get(base) or SaveRequest(options=replace(some_options, base=base, progress=None))
@@ -568,51 +509,3 @@ def merged_payload(payload: SavePayload, holders: TensorOwners) -> SavePayload:
             )
         requests[base] = replace(request, tensors=by_base.get(base, {}))
     return replace(payload, requests=requests)
-
-
-class KeyedWriter:
-    """The `ShardWriter` of the first rank: it has files of all sets of tensors written at once.
-
-    Args:
-        ranks: The writer in which all ranks take part; it knows the tensors by their keys.
-    """
-
-    verb = "Saving"
-
-    def __init__(self, ranks: RankWriter) -> None:
-        self._ranks = ranks
-
-    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
-        """Compute the jobs' fingerprints, as in `ShardWriter`."""
-        return self._ranks.fingerprints(_keyed(jobs), checksum)
-
-    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-        """Hard-link the files that are on disk already, as in `ShardWriter`."""
-        return self._ranks.link(_keyed(jobs), known, checksum)
-
-    def write(
-        self,
-        jobs: Sequence[WriteJob],
-        checksum: str | None,
-        progress_callback: ProgressCallback | None,
-        store: Store | None = None,
-    ) -> list[FileDigest]:
-        """Write the files, as in `ShardWriter`."""
-        return self._ranks.write(_keyed(jobs), checksum, progress_callback, store)
-
-    def confirm(self) -> None:
-        """Raise if another rank that writes this save has failed, as in `ShardWriter`."""
-        self._ranks.confirm()
-
-
-def _keyed(jobs: Sequence[WriteJob]) -> list[WriteJob]:
-    keyed = []
-    for job in jobs:
-        tensors = {tensor.key: tensor for tensor in job.tensors.values() if isinstance(tensor, _KeyedTensor)}
-        keyed.append(replace(job, tensors=tensors))
-    return keyed
-
-
-def _typed(tensors: Mapping[str, LocalTensor]) -> Mapping[str, Any]:
-    """Cast tensors for a request, which in this module may also contain parts of tensors."""
-    return tensors

@@ -409,14 +409,14 @@ MUTANTS: Final = (
         "a removal takes the index last, so that no reader takes the last shard for the checkpoint",
         "    return 6 if INDEX_FILE.fullmatch(name) else OTHER_FILES",
         "    return 2 if INDEX_FILE.fullmatch(name) else OTHER_FILES",
-        ("tests/removal/test_removal_plan.py", "tests/removal/test_from_directory.py"),
+        ("tests/commit/test_removal_plan.py", "tests/commit/test_removal.py"),
     ),
     Mutant(
         "removal-of-other-contents",
         "nothing is removed if a file was replaced after it was listed",
         "        if now.found != self.found:",
         "        if now.found.keys() != self.found.keys():",
-        ("tests/removal/test_removal_plan.py",),
+        ("tests/commit/test_removal_plan.py",),
     ),
     # distributed
     Mutant(
@@ -549,7 +549,7 @@ MUTANTS: Final = (
         "        return samples\n    size = flat",
         "        return samples[:0]\n    size = flat",
         (
-            "tests/training/test_replicas_on_ranks.py::test_momentum_of_the_same_parameters_comes_back_on_each_rank_as_it_was",
+            "tests/training/test_run_ranks_replicas_on_ranks.py::test_momentum_of_the_same_parameters_comes_back_on_each_rank_as_it_was",
         ),
     ),
     Mutant(
@@ -558,7 +558,7 @@ MUTANTS: Final = (
         "    return set() if is_same_number else optimizers",
         "    return set()",
         (
-            "tests/training/test_replicas_on_ranks.py::test_optimizers_that_differ_come_back_on_each_rank_and_nowhere_else",
+            "tests/training/test_run_ranks_replicas_on_ranks.py::test_optimizers_that_differ_come_back_on_each_rank_and_nowhere_else",
         ),
     ),
     Mutant(
@@ -617,7 +617,7 @@ MUTANTS: Final = (
         "a dry run removes nothing",
         "    if not dry_run:\n        removal.carry_out()",
         "    if not removal.report.is_empty:\n        removal.carry_out()",
-        ("tests/test_remove.py", "tests/removal/test_from_directory.py"),
+        ("tests/test_remove.py", "tests/commit/test_removal.py"),
     ),
     Mutant(
         "signature-ignored-by-ranges",

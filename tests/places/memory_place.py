@@ -15,15 +15,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
-from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
-from hfshard.constants import CONFIG_NAME, README
-from hfshard.disk.byte_source import ByteSource, BytesSource
-from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError
-from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.places.place import Kind, ResolvedSource, SavePlace
-from hfshard.places.store_mirror import SmallFilesMirror
-from hfshard.removal.removal_plan import (
+from hfshard.commit.removal_plan import (
     NOT_ITS_OWN,
     SMALL_FILES,
     FoundFile,
@@ -32,6 +24,14 @@ from hfshard.removal.removal_plan import (
     in_phases,
     phase_of_weights,
 )
+from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
+from hfshard.constants import CONFIG_NAME, README
+from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.places.place import Kind, ResolvedSource, SavePlace
+from hfshard.places.store_mirror import SmallFilesMirror
 from hfshard.remove import RemovalRequest
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob, stream_shard

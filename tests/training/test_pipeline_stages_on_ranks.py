@@ -10,25 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
+from tests.training.ingredients import Keeps
 from tests.training.models import Net
 from tests.training.test_spread_save_runs_on_ranks import assert_same
-
-
-class Counter:
-    """An object with a tensor."""
-
-    def __init__(self, value: float) -> None:
-        self.value = torch.tensor([value])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
 
 
 def build(rank: int | None, *, seed: int = 0, lr: float = 0.1, **parts: Any) -> TrainingState:
@@ -58,14 +47,14 @@ def tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 def keep_what_differs(rank: int, place: Path) -> None:
     """Each stage has its own learning rate, and so its own scheduler; and an object with another tensor."""
-    state = build(rank, lr=0.1 * (rank + 1), own=Counter(rank), same=Counter(5))
+    state = build(rank, lr=0.1 * (rank + 1), own=Keeps(torch.tensor(float(rank))), same=Keeps(torch.tensor(5.0)))
     with CheckpointManager(place) as manager:
         manager.save(1, state)
-        again = build(rank, seed=1, lr=0.7, own=Counter(9), same=Counter(9))
+        again = build(rank, seed=1, lr=0.7, own=Keeps(torch.tensor(9.0)), same=Keeps(torch.tensor(9.0)))
         manager.restore(again)
     assert_same(tensors(again), tensors(state))
     assert again.components["scheduler"].base_lrs == [0.1 * (rank + 1)] * 2
-    assert (again.components["own"].value.item(), again.components["same"].value.item()) == (rank, 5)
+    assert (again.components["own"].tensor.item(), again.components["same"].tensor.item()) == (rank, 5)
 
 
 def save_plain_beside_sharded(rank: int, place: Path) -> None:
@@ -89,7 +78,7 @@ def save_plain_beside_sharded(rank: int, place: Path) -> None:
 def refuse_what_does_not_fit(rank: int, place: Path) -> None:
     manager = CheckpointManager(place)
     manager.save(1, build(rank))
-    parts: dict[str, Any] = {"more": Counter(1)} if rank else {}
+    parts: dict[str, Any] = {"more": Keeps(torch.ones(1))} if rank else {}
     with pytest.raises(HfshardError, match="Give the states of all ranks the same parts"):
         manager.save(2, build(rank, **parts))
     lbfgs = build(rank)
@@ -98,6 +87,9 @@ def refuse_what_does_not_fit(rank: int, place: Path) -> None:
     )
     with pytest.raises(HfshardError, match=r"LBFGS, whose state covers all parameters together"):
         manager.save(2, lbfgs)
+    spread = Keeps(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,))))
+    with pytest.raises(HfshardError, match=r"Cannot merge 'own' of all ranks .* has its own DTensors"):
+        manager.save(2, build(rank, own=spread))
     other = build(rank)
     if rank == 1:
         del other.components["model"].head
@@ -117,7 +109,7 @@ def refuse_parts_that_one_rank_has(rank: int, place: Path) -> None:
     nets: list[Any] = [copies, halves]
     for net in nets:
         for owner in (0, 1):
-            parts: dict[str, Any] = {"more": Counter(1)} if rank == owner else {}
+            parts: dict[str, Any] = {"more": Keeps(torch.ones(1))} if rank == owner else {}
             with pytest.raises(InvalidArgumentError, match=r"state of rank 1 has the parts .* but that of rank 0 has"):
                 manager.save(1, TrainingState(model=net, **parts))
     assert manager.all_steps() == []
@@ -142,14 +134,14 @@ def test_stages_that_differ_are_restored_each_with_its_own(tmp_path: Path) -> No
     check_ranks(tmp_path / "ranks", 2, work_of_two_ranks, tmp_path)
 
     manager = CheckpointManager(tmp_path / "differs")
-    alone = build(None, own=Counter(3), same=Counter(3))
+    alone = build(None, own=Keeps(torch.tensor(3.0)), same=Keeps(torch.tensor(3.0)))
     with pytest.raises(StateDictMismatchError, match=r"Each rank saved its own 'scheduler'"):
         manager.restore(alone)
     groups = [[one["lr"], one["weight_decay"]] for one in alone.components["optimizer"].param_groups]
     assert groups == [[0.1, 0.01], [0.1, 0.5]]
     restored = manager.restore(alone, strict=False)
     assert [words.split("'")[1] for words in restored.differences] == ["scheduler", "own", "optimizer"]
-    assert (alone.components["own"].value.item(), alone.components["same"].value.item()) == (3, 5)
+    assert (alone.components["own"].tensor.item(), alone.components["same"].tensor.item()) == (3, 5)
 
     whole = build(None, seed=3)
     assert CheckpointManager(tmp_path / "refusals").restore(whole) == 1

@@ -22,17 +22,10 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from hfshard.errors import RankMissingError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
+from tests.distributed.gloo import check_ranks, join
 from tests.helpers import processes
 
 STEPS, SAVED_AT, WORLD_SIZE = 6, 3, 2
-
-
-def join(place: Path, rank: int, world_size: int) -> None:
-    store = torch.distributed.FileStore(  # type: ignore[attr-defined]  # torch lists it in its documentation only
-        str(place / "store"), world_size
-    )
-    timeout = timedelta(seconds=processes.PATIENCE_SECONDS - 20)  # on a busy machine, too
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def train(
@@ -167,8 +160,7 @@ def test_another_number_of_ranks_is_seeded_anew_the_same_way_each_time(tmp_path:
     assert once == again
 
 
-def fail_on_one(place: Path, run: Path, rank: int) -> None:
-    join(place, rank, WORLD_SIZE)
+def fail_on_one(rank: int, place: Path, run: Path) -> None:
     model = nn.Linear(2, 2)
     extra = {"strange": object()} if rank == 0 else None
     try:
@@ -179,12 +171,7 @@ def fail_on_one(place: Path, run: Path, rank: int) -> None:
 
 def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with ThreadPoolExecutor(WORLD_SIZE) as pool:
-        list(
-            pool.map(
-                lambda rank: processes.end_of(tmp_path / f"{rank}.txt", fail_on_one, tmp_path, run, rank), range(2)
-            )
-        )
+    check_ranks(tmp_path / "ranks", WORLD_SIZE, fail_on_one, tmp_path, run)
     first, second = ((tmp_path / f"error-{rank}.txt").read_text() for rank in range(2))
     assert first.startswith("UnstorableTensorError: 'extra/strange' is a object: it cannot be stored")
     assert second.startswith(
@@ -193,8 +180,7 @@ def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert not run.exists()
 
 
-def save_on_the_first_alone(place: Path, run: Path, rank: int) -> None:
-    join(place, rank, WORLD_SIZE)
+def save_on_the_first_alone(rank: int, run: Path) -> None:
     if rank == 0:
         group: Any = dist.group.WORLD
         group.set_timeout(timedelta(seconds=1))
@@ -206,12 +192,5 @@ def save_on_the_first_alone(place: Path, run: Path, rank: int) -> None:
 
 def test_a_save_to_which_only_the_first_rank_comes_is_told_that_it_needs_all(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with ThreadPoolExecutor(WORLD_SIZE) as pool:
-        ends = list(
-            pool.map(
-                lambda rank: processes.end_of(tmp_path / f"{rank}.txt", save_on_the_first_alone, tmp_path, run, rank),
-                range(2),
-            )
-        )
-    assert [end.status for end in ends] == [0, 0], ends
+    check_ranks(tmp_path / "ranks", WORLD_SIZE, save_on_the_first_alone, run)
     assert not run.exists()

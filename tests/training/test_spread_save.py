@@ -26,10 +26,10 @@ TENSORS = {
 def test_a_contribution_arrives_as_it_was_sent() -> None:
     nested = {"rng": {"python": [3, None]}, "components": {"läder": {"kind": "loader", "state": 7}}}
 
-    found = RankContribution.from_bytes(RankContribution(12, RankState(nested, TENSORS), number=3).to_bytes())
+    found = RankContribution.from_bytes(RankContribution(12, RankState(nested, TENSORS)).to_bytes())
 
     assert found.state is not None
-    assert (found.step, found.problem, found.number, found.state.nested) == (12, "", 3, nested)
+    assert (found.step, found.problem, found.state.nested) == (12, "", nested)
     assert list(found.state.tensors) == list(TENSORS)
     for name, tensor in TENSORS.items():
         arrived = found.state.tensors[name]
@@ -48,7 +48,7 @@ def test_names_of_one_tensor_are_names_of_one_where_they_arrive() -> None:
 
 
 def test_a_problem_arrives_without_a_state() -> None:
-    sent = RankContribution(problem="ValueError: no", number=2)
+    sent = RankContribution(problem="ValueError: no")
 
     assert RankContribution.from_bytes(sent.to_bytes()) == sent
 

@@ -8,6 +8,7 @@ from collections import UserDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ def save_after_forward(rank: int, place: Path, *, blocking: bool) -> None:
     loss = run.loss()
     assert not any(hasattr(one, "full_tensor") for one in run.net.parameters())  # gathered
     with CheckpointManager(place / f"{blocking}") as manager:
-        manager.save(2, run.state, blocking=blocking)
+        step: Any = np.int64(2)  # of any library
+        manager.save(step, run.state, blocking=blocking)
         loss.backward()
         run.update()
         assert_same(run.local(), straight.local())

@@ -544,7 +544,7 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
     is_on_disk = found_at.is_read_from_disk
     try:
         token = args.hub_token if is_on_disk else None  # a store needs none: the token is for pushes
-        checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress, is_read_next=True)
+        checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress)
     except CheckpointNotFoundError:
         if not is_on_disk:
             raise

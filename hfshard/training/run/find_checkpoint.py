@@ -379,21 +379,15 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
 
 
 def checked_at(
-    place: str | os.PathLike[str],
-    verify: Level,
-    *,
-    token: str | bool | None = None,
-    progress: bool | None = None,
-    is_read_next: bool = False,
+    place: str | os.PathLike[str], verify: Level, *, token: str | bool | None, progress: bool | None
 ) -> tuple[RunCheckpoint, CheckpointManifest]:
-    """Find and check a checkpoint in a directory, at an address, or on a hub; one on the Hub is downloaded.
+    """Find and check a checkpoint to read in a directory, at an address, or on a hub; one on the Hub is downloaded.
 
     Args:
         place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
         verify: As in `check_run_checkpoint`.
         token: A token, as in huggingface_hub.
         progress: Whether to show a bar on stderr. None: on a terminal.
-        is_read_next: As in `check_run_checkpoint`.
 
     Raises:
         InvalidArgumentError: `place` is not valid, or it is a store's address, which takes no token.
@@ -407,7 +401,7 @@ def checked_at(
     if not resolved.is_read_from_disk:
         resolved.reject_hub_arguments(token=token)
         found = _in(resolved.address)
-        return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
+        return found, check_run_checkpoint(found, verify, progress, is_read_next=True)
     path, revision = split_address(place)
     query = CheckpointQuery(revision=revision, token=token)
     local = CheckpointSource(path, query).find_local()

@@ -60,7 +60,7 @@ class CheckpointManifest:
 
     def with_files(self, shards: Mapping[str, FileDigest], small_files: Mapping[str, bytes]) -> CheckpointManifest:
         """Return the manifest of a checkpoint with these shards and small files."""
-        table = {name: shard_record(record) for name, record in shards.items()}
+        table = {name: FileDigest(one.size, one.sha256, one.xxh3, one.fingerprint) for name, one in shards.items()}
         return replace(self, files=table | {name: small_record(raw) for name, raw in small_files.items()})
 
     def to_json(self) -> bytes:
@@ -127,11 +127,6 @@ def read_manifest(place: str | Folder) -> CheckpointManifest:
 def small_record(raw: bytes) -> FileDigest:
     """Build the record of a small file."""
     return FileDigest(size=len(raw), sha256=sha256_of(raw))
-
-
-def shard_record(record: FileDigest) -> FileDigest:
-    """Return the part of an index's record of a shard that the manifest repeats."""
-    return FileDigest(record.size, record.sha256, record.xxh3, record.fingerprint)
 
 
 def plain_metrics(metric: float | Mapping[str, float], name: str | None) -> dict[str, float]:

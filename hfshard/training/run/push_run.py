@@ -12,7 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from hfshard._util.progress import byte_progress
-from hfshard._util.threads import run_in_threads
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
@@ -27,7 +27,7 @@ from hfshard.errors import (
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest, sha256_of
 from hfshard.hub.directory.directory_hub import split_address
-from hfshard.hub.push_files import PushOptions, PushRequest, open_hub
+from hfshard.hub.push_files import PushOptions, PushRequest, open_hub, push_files
 from hfshard.places.place import place_to_push
 from hfshard.training.run.background import Background, ForkSafe
 from hfshard.training.run.find_checkpoint import checkpoint_of_step
@@ -68,9 +68,7 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     return VerifiedContents(folder, manifest, raw)
 
 
-def read_contents(
-    one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None
-) -> VerifiedContents:
+def read_contents(one: VerifiedContents, progress: bool | None, hashes: Hashes) -> VerifiedContents:
     """Add the contents, which are compared and hashed in one pass.
 
     Args:
@@ -81,7 +79,6 @@ def read_contents(
     Raises:
         DamagedCheckpointError, UnsafePathError: A file differs from the saved one.
     """
-    hashes = {} if hashes is None else hashes
     recorded = one.manifest.files
     check_files(one.folder, recorded, "structure")
     with byte_progress(
@@ -104,9 +101,7 @@ def _content(
 ) -> ByteSource:
     name, record = item
     sha256 = _checked_sha256(folder, name, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
-    if cancelled.is_set():
-        raise InterruptedError("another file failed, or Ctrl-C was pressed")
-    progress_callback(record.size or 0)
+    cancellable(progress_callback, cancelled)(record.size or 0)
     return folder.source(name, sha256)
 
 
@@ -125,8 +120,6 @@ def _checked_sha256(folder: Folder, name: str, record: FileDigest, hashes: Hashe
 
 # Pushes: a checkpoint becomes one commit.
 
-
-# Code that uses huggingface_hub is imported on demand, because that import takes time.
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +175,8 @@ def push_found(
         DamagedCheckpointError: A file differs from the saved one; nothing was sent.
         HubError: The push failed, as in `push_checkpoint`.
     """
-    return _push(read_contents(read_manifest_of(found), options.progress, hashes), repo_id, options)
+    contents = read_contents(read_manifest_of(found), options.progress, {} if hashes is None else hashes)
+    return _push(contents, repo_id, options)
 
 
 def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
@@ -241,8 +235,6 @@ def _newer_than_remote(
 
 
 def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
-    from hfshard.hub.push_files import push_files
-
     has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
     request = PushRequest(
         contents=pushed.contents,
@@ -305,7 +297,7 @@ class BackgroundPusher(ForkSafe):
         """
         self._repo_id, revision = split_address(address)
         if not place_to_push(self._repo_id).is_for_hfshard_only:
-            from hfshard.hub.download import check_repo_id
+            from hfshard.hub.download import check_repo_id  # huggingface_hub takes time to import
 
             check_repo_id(self._repo_id)
         self._options = PushOptions(revision=revision, progress=progress)

@@ -11,7 +11,7 @@ import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hfshard.checkpoint.folder import Folder, LocalFolder
@@ -48,10 +48,10 @@ from hfshard.training.run.run_storage import RunSave
 
 logger = logging.getLogger(__name__)
 
-_WRITING: Final = re.compile(r"\.tmp-(\d+)-(\d+)")
 REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
 """A checkpoint that another save of the same step is replacing; it counts until the new one is in place."""
-_REMOVED: Final = re.compile(r"\.removed-(\d+)-(\d+)")
+_HIDDEN: Final = re.compile(r"\.(?:tmp|replaced|removed)-\d+-\d+")
+"""What a save has hidden: what it writes, what it replaces, and what it removes."""
 
 _LOOKS: Final = 100
 """The most times that a run is listed again while another process saves into it."""
@@ -128,7 +128,7 @@ def clean_up_run(root: str) -> None:
         logger.info("Restoring '%s', which a killed save was about to replace.", target)
         os.rename(one.path, target)
         sync_directory(root)
-    for name in leftovers_in(root)[0]:
+    for name in _hidden_in(root):
         path = os.path.join(root, name)
         logger.info("Removing '%s', left by a killed save.", path)
         if (replaced := REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
@@ -152,9 +152,11 @@ def _remove_marks(root: str) -> None:
 def leftovers_in(root: str) -> tuple[list[str], list[str]]:
     """Name the leftovers of killed saves in a run: folders that `clean_up_run` removes, and those that it restores."""
     put_back = [os.path.basename(one.path) for one in _moved_aside(root)]
-    patterns = (_WRITING, REPLACED, _REMOVED)
-    left = [name for name in sorted(os.listdir(root)) if any(pattern.fullmatch(name) for pattern in patterns)]
-    return [name for name in left if name not in put_back], put_back
+    return [name for name in _hidden_in(root) if name not in put_back], put_back
+
+
+def _hidden_in(root: str) -> list[str]:
+    return [name for name in sorted(os.listdir(root)) if _HIDDEN.fullmatch(name)]
 
 
 def _moved_aside(root: str) -> list[RunCheckpoint]:
@@ -234,6 +236,8 @@ def _remove_tree(path: str) -> None:
 class RunDirectory:
     """A run in a directory."""
 
+    keeps_names = True
+
     def __init__(self, root: str) -> None:
         self.root = root
         self._lock: RunLock | None = None
@@ -243,11 +247,6 @@ class RunDirectory:
     def checkpoints(self) -> list[RunCheckpoint]:
         """List the folders and read their manifests."""
         return checkpoints_in(self.root)
-
-    @property
-    def keeps_names(self) -> bool:
-        """True: a checkpoint's folder is a directory like any other."""
-        return True
 
     @property
     def is_acquired(self) -> bool:
@@ -269,13 +268,13 @@ class RunDirectory:
             reject_hub_directory(self.root)
             make_directories(self.root)
             self._lock = RunLock(self.root)  # a forked process needs its own
-            weakref.finalize(self, self._lock.release)
+            weakref.finalize(self, self._lock.close)
             return True
 
     def release(self) -> None:
         """Release the lock."""
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
 
     def clean_up(self) -> None:
@@ -292,8 +291,7 @@ class RunDirectory:
             manifest = CheckpointManifest.begun(save.step, save_number, save.metrics, lambda: found)
             newest = next((one for one in found if one.manifest is not None), None)
             directory = staging_path(self.root, save.step)
-            target = RunDirectoryTransaction(self.root, directory, manifest, save)
-            target.known = {} if newest is None else _reusable_shards(newest)
+            target = RunDirectoryTransaction(self.root, directory, manifest, save, _reusable_shards(newest))
             try:
                 os.mkdir(directory)
                 yield target
@@ -344,24 +342,20 @@ class RunDirectory:
             raise
 
 
+@dataclass
 class RunDirectoryTransaction:
     """`Transaction` of a run in a directory: unchanged shards of the newest checkpoint are linked, others written."""
 
-    def __init__(self, root: str, directory: str, manifest: CheckpointManifest, save: RunSave) -> None:
-        """Begin with an empty directory.
-
-        Args:
-            root: The run's directory.
-            directory: A hidden directory in it.
-            manifest: The manifest without files.
-            save: The argument of `RunStorage.transaction`.
-        """
-        self._root, self._directory = root, directory
-        self._manifest, self._save = manifest, save
-        self.known: Mapping[str, KnownFile] = {}
-        """Fingerprint -> shard of the newest checkpoint."""
-        self._records: dict[str, FileDigest] = {}
-        self.saved: RunCheckpoint | None = None
+    _root: str
+    _directory: str
+    """A hidden directory in the run's, empty at first."""
+    _manifest: CheckpointManifest
+    """The manifest without files."""
+    _save: RunSave
+    _known: Mapping[str, KnownFile]
+    """Fingerprint -> shard of the newest checkpoint."""
+    _records: dict[str, FileDigest] = field(default_factory=dict)
+    saved: RunCheckpoint | None = None
 
     def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
         """Keep the standard names: the directory is new."""
@@ -379,8 +373,8 @@ class RunDirectoryTransaction:
         placed = {file: replace(job, path=os.path.join(self._directory, file)) for file, job in jobs.items()}
         synchronize_devices(list(placed.values()))  # a step that runs must not change what is compared and written
         records: dict[str, FileDigest] = {}
-        if checksum is not None and self.known:
-            linked = save.writer.link(list(placed.values()), self.known, checksum)
+        if checksum is not None and self._known:
+            linked = save.writer.link(list(placed.values()), self._known, checksum)
             records = {file: record for file, record in zip(placed, linked, strict=True) if record is not None}
         left = {file: job for file, job in placed.items() if file not in records}
         require_space(
@@ -413,12 +407,13 @@ class RunDirectoryTransaction:
         return True
 
 
-def _reusable_shards(checkpoint: RunCheckpoint) -> dict[str, KnownFile]:
+def _reusable_shards(checkpoint: RunCheckpoint | None) -> dict[str, KnownFile]:
     """Return the shards of a checkpoint that need not be written again: fingerprint -> file."""
-    files = {} if checkpoint.manifest is None else checkpoint.manifest.files
+    if checkpoint is None or checkpoint.manifest is None:
+        return {}
     return {
         record.fingerprint: KnownFile(os.path.join(checkpoint.path, name), record)
-        for name, record in files.items()
+        for name, record in checkpoint.manifest.files.items()
         if name.endswith(SAFETENSORS_SUFFIX) and record.fingerprint is not None and record.is_verifiable
     }
 
@@ -520,7 +515,7 @@ class RunLock:
         # Some network file systems change a directory's number each time: then its contents equal those at the path.
         return locked.st_nlink > 0 and sorted(os.listdir(self._own.fd)) == sorted(os.listdir(self.directory))
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock; a second call does nothing, nor does one in a forked process."""
         if self._own.is_open:
             unlock(self._own.fd, self.directory)

@@ -69,7 +69,7 @@ class RunStorage(Protocol):
 
     @property
     def keeps_names(self) -> bool:
-        """True if files keep their usual names, so that PEFT can read an adapter there."""
+        """True if files keep their usual names, so that PEFT can read an adapter there; a store adds a save's id."""
 
     def transaction(self, save: RunSave) -> AbstractContextManager[RunTransaction]:
         """Begin a checkpoint; its commit replaces the previous one of its step."""

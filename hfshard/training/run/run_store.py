@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,8 +62,6 @@ logger = logging.getLogger(__name__)
 
 _INDEX: Final = SAFETENSORS_SUFFIX + INDEX_SUFFIX
 
-_MARK: Final = re.compile(r"(checkpoint-\d{8,18})-(\d{8,15})-([0-9a-f]{16})")
-
 Folders = Mapping[str, Mapping[str, StoredObject]]
 """Name of a folder of the run -> name of an object in it -> what was listed."""
 
@@ -93,6 +90,8 @@ class _Seen:
 class RunStore:
     """A run in a store."""
 
+    keeps_names = False
+
     def __init__(self, root: str) -> None:
         self.root = root
         self._address = parse_address(root, "root")
@@ -111,11 +110,6 @@ class RunStore:
         """
         seen = self._seen if self.is_acquired else None
         return self._checkpoints_in(self.listed_folders() if seen is None else seen.folders)
-
-    @property
-    def keeps_names(self) -> bool:
-        """False: the names of a save's objects have its number and id."""
-        return False
 
     @property
     def is_acquired(self) -> bool:
@@ -407,30 +401,19 @@ class RunStore:
         return _manifests_first(own)
 
 
+@dataclass
 class RunStoreTransaction:
     """`Transaction` of a run in a store: unchanged shards are copied on the server, the manifest comes last."""
 
-    def __init__(
-        self,
-        path: str,
-        objects: SaveObjects,
-        manifest: CheckpointManifest,
-        save: RunSave,
-        commit: Callable[[SaveObjects, Collection[str]], None],
-    ) -> None:
-        """Begin a save whose mark is put.
-
-        Args:
-            path: The address of the checkpoint.
-            objects: The objects of the save.
-            manifest: The manifest without files.
-            save: The argument of `RunStorage.transaction`.
-            commit: Makes the objects a checkpoint of the run; it also gets the bases of its parts.
-        """
-        self._path = path
-        self._objects, self._manifest = objects, manifest
-        self._save, self._commit = save, commit
-        self.saved: RunCheckpoint | None = None
+    _path: str
+    """The address of the checkpoint."""
+    _objects: SaveObjects
+    _manifest: CheckpointManifest
+    """The manifest without files."""
+    _save: RunSave
+    _commit: Callable[[SaveObjects, Collection[str]], None]
+    """Makes the objects a checkpoint of the run; it also gets the bases of its parts."""
+    saved: RunCheckpoint | None = None
 
     def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
         """Name the files as shards, even a single one: it has an index."""
@@ -501,8 +484,8 @@ def _manifests_first(names: Iterable[str]) -> list[str]:
 def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
     """Return the saves whose marks are among the paths, and the folders that they are for."""
     names = (path.removeprefix(f"{MARKS}/") for path in paths if path.startswith(f"{MARKS}/"))
-    matches = (_MARK.fullmatch(name) for name in names)
-    return {SaveId(int(match[2]), match[3]): match[1] for match in matches if match is not None}
+    splits = (split for name in names if (split := split_object_name(name)) is not None)
+    return {save_id: folder for folder, save_id in splits if CHECKPOINT.fullmatch(folder)}
 
 
 def _folders_among(listed: Mapping[str, StoredObject]) -> Folders:

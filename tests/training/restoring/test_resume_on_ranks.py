@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from hfshard.training import CheckpointManager, TrainingState
+from tests.distributed.gloo import check_ranks
 from tests.flows.resume_runs import everything_of
-from tests.helpers import processes
 from tests.sweeps.run_states import Counter, seed_all
-from tests.training.test_run_ranks import WORLD_SIZE, join
+from tests.training.test_run_ranks import WORLD_SIZE
 
 
 class RefusingCounter(Counter):
@@ -130,9 +129,7 @@ CASES = {
 """What is wrong on the second rank -> what it says."""
 
 
-def restore_everything(place: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    join(place, rank, WORLD_SIZE)
+def restore_everything(rank: int, place: Path) -> None:
     found: dict[str, tuple[str, list[str]]] = {}
     for case in (*CASES, "nothing", "old file"):
         build = build_for(case, rank)
@@ -196,11 +193,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     for name, step in (("replacement", 1), ("newer", 2)):
         with CheckpointManager(place / name) as manager:
             manager.save(step, Build(2).state())
-    with ThreadPoolExecutor(WORLD_SIZE) as pool:
-        ends = list(
-            pool.map(lambda rank: processes.end_of(place / f"{rank}.txt", restore_everything, place, rank), range(2))
-        )
-    assert [end.status for end in ends] == [0, 0], ends
+    check_ranks(place / "ranks", WORLD_SIZE, restore_everything, place)
     return [json.loads((place / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 

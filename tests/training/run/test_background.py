@@ -26,6 +26,7 @@ from hfshard.training.run import run_directory as run_lock
 from tests import REPOSITORY
 from tests.helpers import processes
 from tests.sweeps.run_states import Save, Tiny, expected, generation_of, litter, perform, seed_all, steps_in, tiny
+from tests.training.ingredients import Keeps
 
 MIB = 1024 * 1024
 
@@ -374,6 +375,32 @@ def test_a_manager_that_is_forgotten_finishes_its_save(tmp_path: Path, monkeypat
                 thread.join()
     perform(Save(2, 2), tmp_path / "run")
     assert steps_in(tmp_path / "run") == [1, 2]
+
+
+def test_a_save_does_not_use_another_default_device(tmp_path: Path) -> None:
+    keeps = Keeps(torch.arange(5.0))
+    with CheckpointManager(tmp_path) as manager:
+        with torch.device("meta"):
+            manager.save(1, TrainingState(keeps=keeps), blocking=False)
+        manager.wait_until_finished()
+        keeps.tensor = torch.zeros(5)
+        manager.restore_latest(TrainingState(keeps=keeps))
+    assert keeps.tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_is_saved_and_restored_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = TrainingState(model=model, optimizer=optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            with torch.inference_mode(step == 0):
+                manager.save(step, state, blocking=False)
+                manager.wait_until_finished()
+                manager.restore_latest(state)
+    assert all(int(one["step"]) == 2 for one in optimizer.state.values())
 
 
 def memory_child(run: str, total_mib: int) -> None:

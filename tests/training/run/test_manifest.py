@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import LocalFolder
@@ -19,10 +21,12 @@ from hfshard.format.strict_json import dump_json
 from hfshard.training.run.manifest import (
     CheckpointManifest,
     RunCheckpoint,
+    checked_step,
     plain_metrics,
     read_manifest,
     small_record,
 )
+from hfshard.training.state.step import RestoredStep
 
 RAW = b'{"a": 1}\n'
 RECORD = FileDigest(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0ddc828aeace432f67")
@@ -178,3 +182,43 @@ def test_a_slow_read_of_one_manifest_stalls_no_other_read() -> None:
 
     assert found.step == 1200
     assert first.result().step == 1200
+
+
+# A step is an exact int, and fits into the name of a directory.
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        pytest.param(0, 0, id="the lowest"),
+        pytest.param(999_999_999_999_999_999, 999_999_999_999_999_999, id="the highest"),
+        pytest.param(np.int64(7), 7, id="numpy"),
+        pytest.param(torch.tensor(8), 8, id="a tensor"),
+        pytest.param(RestoredStep(9), 9, id="a restored step"),
+    ],
+)
+def test_integers_of_any_library_become_plain_ones(step: object, expected: int) -> None:
+    checked = checked_step(step)
+
+    assert checked == expected
+    assert type(checked) is int
+
+
+@pytest.mark.parametrize(
+    ("step", "shown"),
+    [
+        pytest.param(-1, "-1", id="negative"),
+        pytest.param(10**18, "1000000000000000000", id="19 digits"),
+        pytest.param(1 << 20_000, "one of 20001 bits", id="more than Python prints"),
+        pytest.param(True, "True", id="a truth"),
+        pytest.param(3.0, "3.0", id="a float"),
+        pytest.param("3", "'3'", id="a word"),
+        pytest.param(None, "None", id="nothing"),
+        pytest.param(torch.tensor([1, 2]), "tensor([1, 2])", id="two numbers"),
+    ],
+)
+def test_what_is_no_step_is_refused_and_shown(step: object, shown: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        checked_step(step)
+
+    assert str(caught.value) == f"step must be an integer from 0 to 999999999999999999, got {shown}."

@@ -134,12 +134,25 @@ def test_steps_of_all_sizes(tmp_path: Path) -> None:
         assert os.path.basename(manager.path_of(100_000_000)) == "checkpoint-100000000"
 
 
-def read_only_child(run: str) -> None:
-    """What a user who may only read sees of a run."""
+def as_nobody(tmp_path: Path, work: Callable[[str], object], run: Path) -> None:
+    """Do this in a process of a user who owns nothing, if this is one of root's."""
+    is_root = os.geteuid() == 0
+    for directory in (*list(tmp_path.parents)[:3], tmp_path) if is_root else ():
+        directory.chmod(directory.stat().st_mode | 0o055)
+    end = processes.end_of(tmp_path / "words", become_nobody_and_work, work, str(run))
+    assert end.status == 0, end.words
+
+
+def become_nobody_and_work(work: Callable[[str], object], run: str) -> None:
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
+    work(run)
+
+
+def read_only_child(run: str) -> None:
+    """What a user who may only read sees of a run."""
     manager = CheckpointManager(run)
     assert count_of(manager) == 1
     assert manager.verify() == {1: []}
@@ -161,22 +174,16 @@ def test_a_read_only_run_is_restored_and_not_saved_into(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         manager.save(1, state(1))
-    for directory in (*list(tmp_path.parents)[:3], tmp_path):
-        if os.geteuid() == 0:
-            directory.chmod(directory.stat().st_mode | 0o055)
     (run / "hidden").mkdir(mode=0)
     run.chmod(0o555)
-    end = processes.end_of(tmp_path / "words", read_only_child, str(run))
-    run.chmod(0o755)
-    assert end.status == 0, end.words
+    try:
+        as_nobody(tmp_path, read_only_child, run)
+    finally:
+        run.chmod(0o755)
     assert sorted(os.listdir(run)) == ["checkpoint-00000001", "hidden"]
 
 
 def unreadable_child(run: str) -> None:
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
     with pytest.raises(HfshardError, match=r"checkpoint-00000001/state.safetensors.*Permission denied.*chmod"):
         CheckpointManager(run).restore(state(), 1)
 
@@ -185,12 +192,8 @@ def test_a_file_that_may_not_be_read_is_an_error_that_tells_how_to_let_it(tmp_pa
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         manager.save(1, state(1))
-    for directory in (*list(tmp_path.parents)[:3], tmp_path):
-        if os.geteuid() == 0:
-            directory.chmod(directory.stat().st_mode | 0o055)
     (run / "checkpoint-00000001/state.safetensors").chmod(0)
-    end = processes.end_of(tmp_path / "words", unreadable_child, str(run))
-    assert end.status == 0, end.words
+    as_nobody(tmp_path, unreadable_child, run)
 
 
 @pytest.mark.parametrize("call", ["flock", "fsync"])

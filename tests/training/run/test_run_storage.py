@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState
+from tests.training.run import storage_contract
 
 LIMIT = 4096 + 64 * 64 * 4
 """Bytes of a shard that holds one layer's weight."""
@@ -174,3 +175,23 @@ def test_a_small_file_may_be_binary(tmp_path: Path) -> None:
         (tmp_path / "checkpoint-00000001" / "spiece.model").write_bytes(b"\x0a\x00\xff\x01")
         [problem] = manager.verify(1)[1]
     assert "spiece.model' is not the file that was saved: its sha256 is " in str(problem)
+
+
+# A run in a directory does what every storage of a run does.
+
+
+def test_saves_and_removals_are_listed(tmp_path: Path) -> None:
+    storage_contract.check_listings_and_removals(str(tmp_path / "run"))
+
+
+def test_a_checkpoint_opens_its_folder_and_notices_that_it_is_replaced(tmp_path: Path) -> None:
+    storage_contract.check_folders(str(tmp_path / "run"))
+
+
+def test_a_refused_save_leaves_all_as_it_was(tmp_path: Path) -> None:
+    storage_contract.check_refused_save(str(tmp_path / "run"))
+
+
+def test_a_save_keeps_no_metrics_of_a_copy(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    storage_contract.check_metrics_of_a_copy(str(root), lambda old, new: os.rename(root / old, root / new))

@@ -25,8 +25,8 @@ def writer(tmp_path: Path) -> RunWriter:
     return new_writer(tmp_path, max_to_keep=1)
 
 
-def save(writer: RunWriter, step: int, metrics: dict[str, float] | None = None, *, blocking: bool = True) -> None:
-    writer.save(step, payload(), metrics, {"notes.txt": b"x"}, blocking=blocking)
+def save(writer: RunWriter, step: int, *, blocking: bool = True) -> None:
+    writer.save(step, payload(), None, {"notes.txt": b"x"}, blocking=blocking)
 
 
 def steps(root: Path) -> list[int]:
@@ -61,17 +61,6 @@ def test_kept_checkpoints_stay_until_the_block_ends(tmp_path: Path, writer: RunW
 
     assert [one.step for one in found] == [1]
     assert (within, steps(tmp_path)) == ([1, 3], [3])
-
-
-def test_metrics_of_a_replaced_step_stay_unless_others_are_given(tmp_path: Path, writer: RunWriter) -> None:
-    given: list[dict[str, float] | None] = [{"loss": 0.5}, None, {}]
-    seen: list[dict[str, float]] = []
-    for metrics in given:
-        save(writer, 1, metrics)
-        manifests = [one.manifest for one in open_run(str(tmp_path)).checkpoints()]
-        seen += [one.metrics for one in manifests if one is not None]
-
-    assert seen == [{"loss": 0.5}, {"loss": 0.5}, {}]
 
 
 def test_an_error_of_the_thread_is_left_by_join_and_raised_once(

@@ -18,19 +18,7 @@ from torch.utils.data import TensorDataset
 from hfshard.errors import HfshardError, StateDictMismatchError, UnstorableTensorError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from tests.distributed.gloo import check_ranks
-
-
-class Normaliser:
-    """An object of the user's: what this rank has seen."""
-
-    def __init__(self, seen: int = 0) -> None:
-        self.seen = torch.tensor([seen])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
+from tests.training.ingredients import Keeps
 
 
 def net() -> Any:
@@ -59,20 +47,20 @@ def save_and_restore(rank: int, place: Path, kind: str) -> None:
     torch.distributed.all_gather(others, means)
     assert not torch.equal(*others)
     manager = CheckpointManager(place / kind)
-    manager.save(1, TrainingState(model=model, normaliser=Normaliser(rank + 5)))
+    manager.save(1, TrainingState(model=model, normaliser=Keeps(torch.tensor([rank + 5]))))
 
-    fresh, normaliser = wrapped(kind, net()), Normaliser()
+    fresh, normaliser = wrapped(kind, net()), Keeps(torch.tensor([0]))
     manager.restore(TrainingState(model=fresh, normaliser=normaliser), 1)
 
     assert torch.equal(norm_of(fresh).running_mean, means)
     assert int(norm_of(fresh).num_batches_tracked) == 1
-    assert int(normaliser.seen) == rank + 5
+    assert int(normaliser.tensor) == rank + 5
     norm_of(model).running_mean.fill_(3.0)
     norm_of(model).running_var.fill_(2.0)
-    manager.save(2, TrainingState(model=model, normaliser=Normaliser(9)))
+    manager.save(2, TrainingState(model=model, normaliser=Keeps(torch.tensor([9]))))
     manager.restore(TrainingState(model=fresh, normaliser=normaliser), 2)
     assert norm_of(fresh).running_mean.tolist() == [3.0] * 4
-    assert int(normaliser.seen) == 9
+    assert int(normaliser.tensor) == 9
     manager.close()
 
 
@@ -170,18 +158,18 @@ def test_a_loader_that_is_left_out_is_no_buffer(tmp_path: Path, caplog: pytest.L
 def save_on_two(rank: int, place: Path) -> None:
     model = DistributedDataParallel(net())
     norm_of(model).running_mean.fill_(float(rank))
-    CheckpointManager(place / "run").save(1, TrainingState(model=model, normaliser=Normaliser(rank + 5)))
+    CheckpointManager(place / "run").save(1, TrainingState(model=model, normaliser=Keeps(torch.tensor([rank + 5]))))
 
 
 def test_one_process_gets_what_the_first_rank_had(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     check_ranks(tmp_path / "ranks", 2, save_on_two, tmp_path)
-    model, normaliser = net(), Normaliser()
+    model, normaliser = net(), Keeps(torch.tensor([0]))
     model[1].running_mean.fill_(7.0)
 
     CheckpointManager(tmp_path / "run").restore(TrainingState(model=model, normaliser=normaliser), 1)
 
     assert model[1].running_mean.tolist() == [0.0] * 4
-    assert int(normaliser.seen) == 5
+    assert int(normaliser.tensor) == 5
     assert "has separate buffers and objects for 2 ranks, but there are 1 here" in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -107,12 +108,39 @@ class Removal:
     """Removes what the report lists; if that has changed, raises CheckpointChangedError and removes nothing."""
 
 
+def removal_of(
+    make_plan: Callable[[], RemovalPlan],
+    remove: Callable[[RemovalPlan], object],
+    locked: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Removal:
+    """Return the removal of a plan; it is built again when it is carried out, in a place that nobody else changes.
+
+    Args:
+        make_plan: Lists the place, and builds the plan.
+        remove: Removes what a plan lists, in its order.
+        locked: Locks the place.
+    """
+    plan = make_plan()
+
+    def carry_out() -> None:
+        with locked():
+            now = make_plan()
+            plan.check_same(now)
+            remove(now)
+
+    return Removal(plan.report(), carry_out)
+
+
 def joined(removals: Sequence[Removal], place: str) -> Removal:
-    """Join removals of one place into one that carries them out in turn; the first one's reason for a file counts."""
+    """Join removals of one place into one that carries them out in turn; the first one's reason for a file counts.
+
+    One that has found nothing is left out: it takes no lock.
+    """
 
     def carry_out() -> None:
         for one in removals:
-            one.carry_out()
+            if not one.report.is_empty:
+                one.carry_out()
 
     removed = {name: size for one in removals for name, size in one.report.removed.items()}
     kept: dict[str, str] = {}

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 import hfshard
-from hfshard.errors import DirectoryLockedError, InvalidArgumentError
+from hfshard.errors import DirectoryLockedError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import run_directory
+from tests.commit.test_removal import Killed, killed_at
 
 FILES = ["model.safetensors", "state.safetensors", "training_state.json", "checkpoint.json"]
-
-
-class Killed(BaseException):
-    """What ends a removal at a system call."""
 
 
 @pytest.fixture
@@ -56,23 +52,11 @@ def test_files_of_the_user_stay_in_its_folder(root: Path) -> None:
 
 
 @pytest.mark.parametrize("has_notes", [False, True])
-def test_a_removal_that_is_killed_leaves_the_checkpoint_or_none(
-    root: Path, has_notes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_is_killed_leaves_the_checkpoint_or_none(root: Path, has_notes: bool) -> None:
     if has_notes:
         (root / "checkpoint-00000003" / "notes.txt").write_text("keep")
-    unlink, left = os.unlink, [2]
-
-    def killed(*args: Any, **keywords: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        unlink(*args, **keywords)
-
-    monkeypatch.setattr(os, "unlink", killed)
-    with pytest.raises(Killed):
+    with killed_at(2), pytest.raises(Killed):
         hfshard.remove_checkpoint(root, step=3)
-    monkeypatch.setattr(os, "unlink", unlink)
 
     assert CheckpointManager(root).restore_latest(TrainingState(model=nn.Linear(2, 2))) == 2
     if has_notes:
@@ -98,15 +82,6 @@ def test_a_damaged_checkpoint_goes(root: Path) -> None:
     hfshard.remove_checkpoint(root, step=2)
 
     assert sorted(os.listdir(root)) == ["checkpoint-00000001", "checkpoint-00000003"]
-
-
-def test_a_whole_run_is_refused(root: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"is a run. Choose one of its checkpoints by step \(3, 2, 1\)"):
-        hfshard.remove_checkpoint(root)
-    with pytest.raises(InvalidArgumentError, match="step is for one checkpoint of a run"):
-        hfshard.remove_checkpoint(root, step=1, leftovers=True)
-
-    assert len(os.listdir(root)) == 3
 
 
 def test_a_run_that_a_manager_saves_into_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

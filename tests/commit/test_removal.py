@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +33,20 @@ class Killed(BaseException):
     """What ends a removal at a system call."""
 
 
-@pytest.fixture
-def kill_at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let the n-th removal of a file end the process, as it were."""
-    unlink = os.unlink
+@contextmanager
+def killed_at(number: int) -> Iterator[None]:
+    """Let the n-th removal of a file in the block end the process, as it were."""
+    unlink, left = os.unlink, [number]
 
-    def arm(number: int) -> None:
-        left = [number]
+    def counted(*args: Any, **keywords: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        unlink(*args, **keywords)
 
-        def counted(*args: Any, **keywords: Any) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            unlink(*args, **keywords)
-
-        monkeypatch.setattr(os, "unlink", counted)
-
-    def disarm() -> None:
-        monkeypatch.setattr(os, "unlink", unlink)
-
-    return arm, disarm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", counted)
+        yield
 
 
 def test_a_checkpoint_goes_with_its_configs_and_other_files_stay(tmp_path: Path) -> None:
@@ -129,8 +125,7 @@ def _shards_and_one_of_a_killed_save(folder: Path) -> None:
         _shards_and_one_of_a_killed_save,
     ],
 )
-def test_a_removal_that_is_killed_leaves_the_checkpoint_or_none(make: Any, tmp_path: Path, kill_at: Any) -> None:
-    arm, disarm = kill_at
+def test_a_removal_that_is_killed_leaves_the_checkpoint_or_none(make: Any, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     make(tmp_path / "made")
     before = (by_transformers(tmp_path / "made"), by_hub(tmp_path / "made"))
@@ -138,14 +133,13 @@ def test_a_removal_that_is_killed_leaves_the_checkpoint_or_none(make: Any, tmp_p
 
     for number in range(20):
         place = Path(shutil.copytree(tmp_path / "made", tmp_path / f"{number}"))
-        arm(number)
         try:
-            hfshard.remove_checkpoint(place)
+            with killed_at(number):
+                hfshard.remove_checkpoint(place)
         except Killed:
             is_killed = True
         else:
             is_killed = False
-        disarm()
         seen = (by_transformers(place), by_hub(place))
         assert seen[0] in (before[0], "error")
         assert seen[1] in (before[1], "error")
@@ -160,15 +154,12 @@ def test_a_removal_that_is_killed_leaves_the_checkpoint_or_none(make: Any, tmp_p
 
 
 def test_a_config_that_a_killed_removal_left_stays_if_it_was_changed_or_belongs_to_other_weights(
-    tmp_path: Path, kill_at: Any
+    tmp_path: Path,
 ) -> None:
-    arm, disarm = kill_at
     for name in ("changed", "other weights", "saved again"):
         save(tmp_path / name, OLD, ONE_FILE)
-        arm(1)
-        with pytest.raises(Killed):
+        with killed_at(1), pytest.raises(Killed):
             hfshard.remove_checkpoint(tmp_path / name)
-        disarm()
         assert (tmp_path / name / "config.json").exists()
     (tmp_path / "changed" / "config.json").write_text('{"a": 1}')
     save_file(state_dict(NEW), tmp_path / "other weights" / "model.fp16.safetensors")
@@ -228,7 +219,7 @@ def test_what_changed_since_it_was_shown_is_not_removed(tmp_path: Path) -> None:
 
 def test_a_directory_in_which_a_process_saves_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, OLD, SHARDS)
-    monkeypatch.setattr("hfshard.removal.from_directory.LOCK_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("hfshard.commit.removal.LOCK_WAIT_SECONDS", 0.0)
 
     with locked_directory(str(tmp_path), wait_seconds=0), pytest.raises(DirectoryLockedError):
         hfshard.remove_checkpoint(tmp_path)
@@ -252,6 +243,7 @@ def test_leftovers_of_killed_saves_go_and_the_checkpoint_stays(tmp_path: Path) -
 
     assert dry.removed == {left: 4104, ".cache/huggingface/hfshard/1.safetensors": 5}
     assert (done.removed, again.removed) == (dry.removed, {})
+    assert again.kept["config.json"] == again.kept[INDEX] == "not a leftover of a save"
     shutil.rmtree(tmp_path / "other")
     assert listing(tmp_path) == before
     assert not (tmp_path / ".cache").exists()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
 
-from hfshard.errors import CheckpointChangedError
-from hfshard.format.file_names import WeightNames
-from hfshard.removal.removal_plan import (
+from hfshard.commit.removal_plan import (
     FoundFile,
     Removal,
     RemovalPlan,
@@ -15,7 +17,10 @@ from hfshard.removal.removal_plan import (
     is_of_weights,
     joined,
     phase_of_weights,
+    removal_of,
 )
+from hfshard.errors import CheckpointChangedError
+from hfshard.format.file_names import WeightNames
 
 
 def test_pickles_go_first_and_the_index_goes_after_all_that_it_names() -> None:
@@ -93,25 +98,43 @@ def test_files_that_changed_since_they_were_shown_are_an_error_that_names_the_fi
     ) as raised:
         shown.check_same(RemovalPlan("/out", [["a", "b", "d"]], changed, {}))
     assert raised.value.path == "/out"
+    with pytest.raises(CheckpointChangedError, match=r"changed after its files were listed \('c'\)"):
+        shown.check_same(RemovalPlan("/out", [["a", "b", "c"]], {**shown.found, "c": FoundFile(1, "other")}, {}))
 
 
 def test_joined_removals_are_carried_out_in_turn_and_the_first_reason_counts() -> None:
     done: list[str] = []
     report = RemovalReport("/run", {"a": 1}, {"b": "of the first", "both": "first"}, ("u",))
     other = RemovalReport("/run", {"b": 2}, {"a": "of the second", "both": "second"})
-    removals = [Removal(report, lambda: done.append("first")), Removal(other, lambda: done.append("second"))]
+    empty = RemovalReport("/run", {}, {"both": "third"})
+    reports = {"first": report, "empty": empty, "second": other}
 
-    one = joined(removals, "/run")
+    one = joined([Removal(each, partial(done.append, name)) for name, each in reports.items()], "/run")
     assert done == []
     one.carry_out()
 
-    assert done == ["first", "second"]
+    assert done == ["first", "second"]  # what has found nothing locks nothing
     assert one.report == RemovalReport("/run", {"a": 1, "b": 2}, {"both": "first"}, ("u",))
 
 
-def test_a_file_with_other_contents_under_the_same_name_is_a_change() -> None:
-    shown = RemovalPlan("out", [["a"]], {"a": FoundFile(1, "old")}, {})
+def test_a_removal_is_planned_again_under_the_lock_and_carried_out_by_the_second_plan() -> None:
+    done: list[object] = []
+    kept: dict[str, str] = {}
 
-    shown.check_same(RemovalPlan("out", [["a"]], {"a": FoundFile(1, "old")}, {}))
-    with pytest.raises(CheckpointChangedError, match=r"'out' changed after its files were listed \('a'\)"):
-        shown.check_same(RemovalPlan("out", [["a"]], {"a": FoundFile(1, "new")}, {}))
+    def make_plan() -> RemovalPlan:
+        done.append("plan")
+        return RemovalPlan("out", [["a"]], {"a": FoundFile(1, "old")}, dict(kept))
+
+    @contextmanager
+    def locked() -> Iterator[None]:
+        done.append("lock")
+        yield
+        done.append("unlock")
+
+    removal = removal_of(make_plan, lambda plan: done.append(plan.kept), locked)
+    assert done == ["plan"]
+    kept["new"] = "does not go"
+    removal.carry_out()
+
+    assert done == ["plan", "lock", "plan", {"new": "does not go"}, "unlock"]
+    assert removal.report == RemovalReport("out", {"a": 1}, {})

@@ -10,9 +10,9 @@ import hfshard
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.checkpoint.ranged_folder import StoreFolder
+from hfshard.commit.removal import remove_from_store, remove_leftovers_from_store
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import WeightNames
-from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
 from hfshard.remove import plan_removal
 from hfshard.saving.save_request import SaveRequest
 from tests.stores.saving.checkpoints import INDEX, pickles, request, save_into, single, stock_shards, weights
