@@ -25,7 +25,7 @@ from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint, ForeignRequest
 from hfshard.training.interop.foreign_optimizer import named_optimizer_state
-from hfshard.training.interop.foreign_readers import Reader, is_partitioned_directory, reader_of
+from hfshard.training.interop.foreign_readers import is_partitioned_directory, reader_of
 from hfshard.training.interop.named_run import NamedRun, is_unread
 from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import (
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 20
 
 
+@torch.inference_mode(False)  # what is restored will be trained
 def resume_foreign(
     state: TrainingState,
     place: str,
@@ -86,36 +87,22 @@ def resume_foreign(
             f"public_key is only for hfshard checkpoints, but {place!r:.500} is another program's. Check it with "
             "model_signing verify, and leave out the key."
         )
-    with torch.inference_mode(False):  # what is restored will be trained
-        return _resume(state, place, reader, keys or {}, session, strict=strict, verify=verify)
-
-
-def _resume(
-    state: TrainingState,
-    path: str,
-    reader: Reader | None,
-    keys: Mapping[str, str],
-    session: Session,
-    *,
-    strict: bool,
-    verify: Level,
-) -> RestoredStep:
     assert reader is not None  # every rank has one
     is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
     stage = None if session.is_alone else find_stage(state, session)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
-    has_names = is_partitioned_directory(path)
+    has_names = is_partitioned_directory(place)
     if any(session.all_of(is_stage or (is_spread and not has_names))):
         raise InvalidArgumentError(
-            f"'{path}' is another program's checkpoint, but the model is spread over ranks. Restore it in one process, "
-            "with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on "
-            "all ranks.",
-            path=path,
+            f"'{place}' is another program's checkpoint, but the model is spread over ranks. Restore it in one "
+            "process, with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that "
+            "step on all ranks.",
+            path=place,
         )
-    request = ForeignRequest(state.kinds, keys, strict, verify, session.position, session.world_size)
+    request = ForeignRequest(state.kinds, keys or {}, strict, verify, session.position, session.world_size)
 
     def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
-        foreign = with_positions(reader(path, request), state)
+        foreign = with_positions(reader(place, request), state)
         restoration = plan_foreign(state, foreign, strict=strict, layouts=StateLayouts(state) if is_spread else None)
         foreign.confirm()
         return foreign, restoration, foreign.fingerprint()
@@ -123,13 +110,13 @@ def _resume(
     foreign, restoration, fingerprint = session.each(planned)
     if len(set(session.all_of(fingerprint))) > 1:
         raise CheckpointChangedError(
-            f"The ranks see different files in '{path}'. Nothing was restored. Make all ranks see the same files.",
-            path=path,
+            f"The ranks see different files in '{place}'. Nothing was restored. Make all ranks see the same files.",
+            path=place,
         )
     for difference in restoration.differences:
         logger.warning("%s", difference)
     if restoration.lacking:
-        logger.warning("'%s' lacks %s.", path, shorten_list(restoration.lacking, _SHOWN))
+        logger.warning("'%s' lacks %s.", place, shorten_list(restoration.lacking, _SHOWN))
     restoration.apply(session)
     return restoration.restored(foreign.step or 0, foreign.path, {})
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -39,6 +38,7 @@ from hfshard.training.state.optimizer import (
     plan_optimizer,
     regroup,
     reject_sharded_state,
+    trained_parameters,
 )
 from hfshard.training.state.pending_loads import PendingLoad
 from hfshard.training.state.reordering import (
@@ -155,7 +155,7 @@ class Restoration:
             KeyboardInterrupt: Ctrl-C was pressed during the load, and everything is restored: all of it was in memory.
         """
         with delay_interrupt():
-            load_all(self.objects, self.pending_loads, self.directory, session)
+            self._load_all(session)
             with all_or_nothing(session):
                 for parameter in self.without_gradients:
                     parameter.grad = None  # their gradients belong to another step than the resumed one
@@ -170,6 +170,30 @@ class Restoration:
                 shorten_list(self.frozen, _SHOWN, quote=True),
                 "is" if len(self.frozen) == 1 else "are",
             )
+
+    def _load_all(self, session: Session) -> None:
+        """Load everything on every rank, or nothing on any."""
+        undo: list[Undo] = []
+        weights = [one for one in self.pending_loads if one.undo is None]
+        is_kept = any(session.all_of(any(one.may_refuse for one in weights)))
+        with all_or_nothing(session, undo):
+            # The largest object comes last: if nothing can refuse after it, no copy of its state is needed.
+            in_order = sorted(self.objects, key=lambda one: one.nbytes)
+            last = in_order[-1:] if session.world_size == 1 and not is_kept else []
+            for one in in_order[: len(in_order) - len(last)]:
+                undo.append(partial(one.put_back, one.now()))
+                one.load()
+            for pending_load in self.pending_loads:
+                if pending_load.undo is not None:
+                    undo.append(pending_load.undo)
+                    _run(pending_load, self.directory)
+            for one in last:
+                one.load()
+        with all_or_nothing(session, undo):
+            if is_kept:  # weights that nothing can refuse need no copy
+                undo += [load.keep() for load in weights if load.keep is not None]
+            for load in weights:
+                _run(load, self.directory, "Nothing was restored" if is_kept else "It may be half restored")
 
     def restored(self, step: int, path: str, metrics: dict[str, float]) -> RestoredStep:
         """Return the step that `CheckpointManager.restore` returns.
@@ -186,33 +210,23 @@ class Restoration:
         return restored
 
 
+@dataclass
 class PartPlanner:
     """Compares the decoded states of parts with those that were built, and notes how they are loaded."""
 
-    def __init__(
-        self,
-        state: TrainingState,
-        saved: Mapping[str, dict[str, Any]],
-        directory: str,
-        restoration: Restoration,
-        *,
-        strict: bool,
-    ) -> None:
-        """Prepare to plan the parts of a state.
+    state: TrainingState
+    """Built as for the run that was saved; it is not changed."""
+    saved: Mapping[str, dict[str, Any]]
+    """Name of a part -> its entry: `kind`, `state`, and for some parts `order`."""
+    directory: str
+    """The checkpoint's directory, for messages."""
+    restoration: Restoration
+    """Receives the loads, and without strict the differences."""
+    strict: bool = field(kw_only=True)
+    """Reject any difference."""
 
-        Args:
-            state: Built as for the run that was saved; it is not changed.
-            saved: Name of a part -> its entry: `kind`, `state`, and for some parts `order`.
-            directory: The checkpoint's directory, for messages.
-            restoration: Receives the loads, and without strict the differences.
-            strict: Reject any difference.
-        """
-        self.state = state
-        self.saved = saved
-        self.parameter_names = state.parameter_names()
-        self.directory = directory
-        self.restoration = restoration
-        self.strict = strict
+    def __post_init__(self) -> None:
+        self.parameter_names = self.state.parameter_names()
 
     def plan(self, name: str, value: Any) -> None:
         """Plan one part.
@@ -251,8 +265,7 @@ class PartPlanner:
             if self.state.is_flattened:
                 value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
-            trained = chain.from_iterable(group["params"] for group in part.param_groups)
-            frozen = [self.parameter_names[id(one)] for one in trained if not one.requires_grad]
+            frozen = [self.parameter_names[id(one)] for one in trained_parameters(part) if not one.requires_grad]
             restoration.frozen += [parameter for parameter in frozen if value["state"].get(parameter)]
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
@@ -267,33 +280,6 @@ class PartPlanner:
 
 
 Undo = Callable[[], None]
-
-
-def load_all(
-    objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str, session: Session
-) -> None:
-    """Load everything on every rank, or nothing on any. Every rank must call.
-
-    Args:
-        objects: The user's own objects.
-        pending_loads: The checked loads; those of weights have no undo.
-        directory: The checkpoint's directory, for messages.
-        session: That of the ranks that restore.
-
-    Raises:
-        StateDictMismatchError: An object refused its state.
-        RankFailedError: An object refused its state on another rank.
-    """
-    undo: list[Undo] = []
-    weights = [one for one in pending_loads if one.undo is None]
-    is_kept = any(session.all_of(any(one.may_refuse for one in weights)))
-    with all_or_nothing(session, undo):
-        _load_parts(objects, pending_loads, directory, undo, is_last=session.world_size == 1 and not is_kept)
-    with all_or_nothing(session, undo):
-        if is_kept:  # weights that nothing can refuse need no copy
-            undo += [one.keep() for one in weights if one.keep is not None]
-        for one in weights:
-            _run(one, directory, "Nothing was restored" if is_kept else "It may be half restored")
 
 
 @contextmanager
@@ -321,31 +307,6 @@ def all_or_nothing(session: Session, undo: Sequence[Undo] = ()) -> Iterator[None
             except Exception as failure:  # noqa: BLE001 - the first refusal is being raised, and the others are left
                 logger.error("Cannot undo the load of a part of the state, which is now mixed: %s", failure)
         raise
-
-
-def _load_parts(
-    objects: Sequence[StatefulLoad],
-    pending_loads: Sequence[PendingLoad],
-    directory: str,
-    undo: list[Undo],
-    *,
-    is_last: bool,
-) -> None:
-    """Load everything that may be refused, and note how it is undone.
-
-    The largest object comes last: if nothing can refuse after it (`is_last`), no copy of its state is needed.
-    """
-    in_order = sorted(objects, key=lambda one: one.nbytes)
-    last = in_order[-1:] if is_last else []
-    for one in in_order[: len(in_order) - len(last)]:
-        undo.append(partial(one.put_back, one.now()))
-        one.load()
-    for pending_load in pending_loads:
-        if pending_load.undo is not None:
-            undo.append(pending_load.undo)
-            _run(pending_load, directory)
-    for one in last:
-        one.load()
 
 
 def _run(pending_load: PendingLoad, directory: str, outcome: str = "Nothing was restored") -> None:
@@ -538,7 +499,12 @@ def plan_module(
     reject_expanded(module, tensors, directory)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     missing = tuple(key for key in difference.missing if key not in ignored)
-    dtypes = _dtype_differences(tensors, own)
+    dtypes = [
+        f"{key} was {tensor.dtype}, and is {current.dtype}"
+        for key, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and isinstance(current := own.get(key), torch.Tensor)
+        if current.dtype != tensor.dtype
+    ]
     if missing or difference.unexpected or difference.mismatched or dtypes:
         parts = [text for text in (difference.summary(), "; ".join(dtypes[:_SHOWN])) if text]
         message = (
@@ -563,18 +529,6 @@ def plan_module(
     return PendingLoad(name, load, keep=partial(keep_module, module, masters), may_refuse=may_refuse(module))
 
 
-def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Describe the tensors whose dtype differs from the module's."""
-    found: list[str] = []
-    for key, tensor in tensors.items():
-        current = own.get(key)
-        if not (isinstance(current, torch.Tensor) and isinstance(tensor, torch.Tensor)):
-            continue
-        if current.dtype != tensor.dtype:
-            found.append(f"{key} was {tensor.dtype}, and is {current.dtype}")
-    return found
-
-
 # Copies of a module's tensors in host memory, in case a hook of the module refuses those of a checkpoint.
 
 
@@ -589,10 +543,16 @@ def may_refuse(module: nn.Module) -> bool:
 
 def keep_module(module: nn.Module, masters: Masters) -> Callable[[], None]:
     """Copy a module's tensors and extra states, and return a function that restores them."""
-    held = list(_tensors(module))
+    held = [
+        (owner, name, tensor)
+        for owner in module.modules()
+        for named in (owner.named_parameters, owner.named_buffers)
+        for name, tensor in named(recurse=False, remove_duplicate=False)
+    ]
     copies = {id(tensor): _own_part(tensor).to("cpu", copy=True) for _, _, tensor in held if not tensor.is_meta}
     parts = keep_parts(module, masters)
-    extras = [(one, copy.deepcopy(one.get_extra_state())) for one in module.modules() if _has_extra_state(one)]
+    has_state = [one for one in module.modules() if type(one).get_extra_state is not nn.Module.get_extra_state]
+    extras = [(one, copy.deepcopy(one.get_extra_state())) for one in has_state]
 
     def put_back() -> None:
         for owner, name, tensor in held:
@@ -604,18 +564,12 @@ def keep_module(module: nn.Module, masters: Masters) -> Callable[[], None]:
         for part, before in parts:
             part.copy_(before)
         for owner, state in extras:
-            _put_back_extra(owner, state)
+            try:
+                owner.set_extra_state(state)
+            except Exception as error:  # noqa: BLE001 - the first refusal is being raised
+                logger.error("Cannot undo the load of a %s's extra state: %s", type(owner).__name__, error)
 
     return put_back
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield each parameter and buffer with the module that owns it and its name there."""
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield owner, name, parameter
-        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            yield owner, name, buffer
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -638,21 +592,7 @@ def _is_harmless(hook: Any) -> bool:
     return module == weight_norm.__module__ or str(module).startswith("torch.distributed.fsdp.")
 
 
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def _put_back_extra(module: nn.Module, state: Any) -> None:
-    try:
-        module.set_extra_state(state)
-    except Exception as error:  # noqa: BLE001 - the first refusal is being raised
-        logger.error("Cannot undo the load of a %s's extra state: %s", type(module).__name__, error)
-
-
 # Comparison of the orders of groups and parameters with a checkpoint's, for everything that is matched by position.
-
-
-_NONE: Final[frozenset[str]] = frozenset()
 
 
 def find_reorderings(
@@ -687,7 +627,7 @@ def find_reorderings(
             is_same = _is_same_order(name, state, saved)
             counts = frozenset({len(optimizer.param_groups)})
         if not is_same:
-            known = PER_GROUP if len(held) == 1 or own is optimizer else _NONE
+            known = PER_GROUP if len(held) == 1 or own is optimizer else frozenset[str]()
             owners = f"groups of '{component}'" if component else "groups of its optimizer"
             found.append(Reordering(name, owners, path, positions, counts, known))
     return found

@@ -18,6 +18,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.fsdp1 import has_flat_parameters, reshard_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
+    fully_sharded_modules,
     has_parts,
     is_dtensor,
     may_be_divided,
@@ -27,6 +28,7 @@ from hfshard.tensors.state_dict import (
 )
 from hfshard.tensors.zero3 import RUN_REMEDY, is_partitioned
 from hfshard.training.data.external_loader import track
+from hfshard.training.state.optimizer import trained_parameters
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import is_scheduler
@@ -229,9 +231,9 @@ def reject_meta(state: TrainingState) -> None:
         InvalidArgumentError: There is such a parameter; the message names the first one.
     """
     for name, optimizer in state.of_kind("optimizer").items():
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.is_meta]
-        if parameters:
-            parameter = state.parameter_names().get(id(parameters[0]), "a parameter")
+        found = next((one for one in trained_parameters(optimizer) if one.is_meta), None)
+        if found is not None:
+            parameter = state.parameter_names().get(id(found), "a parameter")
             raise InvalidArgumentError(
                 f"'{name}' trains '{parameter}', which is on the meta device. A restore would replace that parameter, "
                 "and the optimizer would keep the old one. Nothing was restored. Create the optimizer with real "
@@ -316,7 +318,7 @@ def is_spread_state(state: TrainingState) -> bool:
         _reshard(module)
     if state.is_flattened:
         _reject_flat_gradients(state)
-    trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
+    trained = map(trained_parameters, state.of_kind("optimizer").values())
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
     is_in_parts = bool(state.named_optimizers) or any(map(has_parts, modules))
     return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
@@ -331,10 +333,10 @@ def _reject_deepspeed(state: TrainingState) -> None:
     for name, part in state.components.items():
         if state.kinds[name] == "module":
             parts_of_parameters(part, "run")
-        trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
+        trained = chain(part.state, trained_parameters(part)) if isinstance(part, Optimizer) else ()
         if name in state.named_optimizers or "deepspeed" not in sys.modules:
             continue
-        if is_of_deepspeed(part) or any(map(is_partitioned, chain(*trained))):
+        if is_of_deepspeed(part) or any(map(is_partitioned, trained)):
             raise InvalidArgumentError(
                 f"Cannot save or restore a run with '{name}' ({type(part).__qualname__}): DeepSpeed ZeRO has "
                 f"partitioned its state across the ranks. Nothing was changed. {RUN_REMEDY}"
@@ -351,12 +353,8 @@ def _reject_flat_gradients(state: TrainingState) -> None:
 
 
 def _reshard(module: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
     if may_be_divided(module):
         reshard_parameters(module)
-    for one in module.modules():
-        if isinstance(one, fsdp.FSDPModule):
-            with torch.no_grad():
-                one.reshard()
+    for one in fully_sharded_modules(module):
+        with torch.no_grad():
+            one.reshard()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from hfshard.format.index import FileDigest
-from hfshard.training.restoring.restoration import ReadPart, part_reader
+from hfshard.training.restoring.restoration import read_set
 from hfshard.training.run.manifest import CheckpointManifest, folder_at
 
 
-def reader(place: Path, *names: str) -> ReadPart:
+def reader(place: Path, *names: str) -> Callable[..., dict[str, torch.Tensor]]:
     manifest = CheckpointManifest(1, 0, {}, {name: FileDigest() for name in names})
-    return part_reader(folder_at(str(place)), manifest, own_rank=0)
+    return partial(read_set, folder_at(str(place)), manifest, 0, None)
 
 
 def test_a_set_that_the_manifest_does_not_name_has_no_tensors(tmp_path: Path) -> None:
