@@ -174,11 +174,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _check_block(name: str, block: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Reject a block that cannot be recomputed.
-
-    Raises:
-        InvalidArgumentError: It is never called, has its own `forward`, or contains another block.
-    """
+    """Reject a block that is never called, has its own `forward`, or contains another block."""
     if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
         raise InvalidArgumentError(
             f"'{name}' ({type(block).__name__}) has its own forward, from torch.compile, torch.jit or Accelerate's "
@@ -260,11 +256,7 @@ def _transformers_method(model: nn.Module, verb: str) -> Any:
 
 
 def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointing:
-    """Enable transformers' own gradient checkpointing, and let its layers call `call_recomputed`.
-
-    Raises:
-        InvalidArgumentError: An architecture does not support it; nothing was changed.
-    """
+    """Enable transformers' own gradient checkpointing, and let its layers call `call_recomputed`."""
     layer_class: Any = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer  # imported by the models
     for name, model in models.items():
         if not getattr(model, "supports_gradient_checkpointing", False):

@@ -366,12 +366,10 @@ class HeldGenerators:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._found: dict[str, Any] = {}
-        known: set[int] = set()
+        first: dict[int, tuple[str, Any]] = {}
         for name, value in _attributes(loader):
-            if id(value) not in known:
-                known.add(id(value))
-                self._found[name] = value
+            first.setdefault(id(value), (name, value))
+        self._found = dict(first.values())
 
     def states(self) -> dict[str, Any]:
         """Return name -> state, without the generators that have no state."""

@@ -150,11 +150,7 @@ def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpo
 
 
 def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> Any:
-    """Return a number from 0 in Trainer's own progress; None if it has none.
-
-    Raises:
-        DamagedCheckpointError: The value is something else.
-    """
+    """Return a number from 0 in Trainer's own progress; None if it has none. Anything else is damage."""
     value = progress.get(key)
     if value is None:
         return None

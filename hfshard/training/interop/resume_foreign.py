@@ -40,7 +40,7 @@ from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.nested import find_in
 from hfshard.training.state.rng import check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState, is_spread_state
+from hfshard.training.state.training_state import TrainingState, is_spread_state, name_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -221,11 +221,7 @@ def _as_wide(tensor: torch.Tensor, own: Any) -> torch.Tensor:
 
 
 def _reject_narrow(tensors: Mapping[str, torch.Tensor], own: Mapping[str, Any], foreign: ForeignCheckpoint) -> None:
-    """Reject a model with fewer bits than the masters, which is another one than was trained.
-
-    Raises:
-        StateDictMismatchError: It is such a model.
-    """
+    """Reject a model with fewer bits than the masters, which is another one than was trained."""
     for name, tensor in tensors.items():
         now = own[name].dtype if isinstance(own.get(name), torch.Tensor) else tensor.dtype
         if tensor.is_floating_point() and now.is_floating_point and now.itemsize < tensor.dtype.itemsize:
@@ -255,11 +251,8 @@ def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint, kept_of: Ma
             continue
         names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
         matched = match_prefixes(names, collect_state_dict(module).keys())
-        prefix = "" if component == "model" else f"{component}:"
-        for name in names:
-            own = kept_of.get(f"{prefix}{matched[name]}", f"{prefix}{matched[name]}")
-            if own in known:
-                yield own
+        full = [name_prefix(component) + matched[name] for name in names]
+        yield from (own for name in full if (own := kept_of.get(name, name)) in known)
 
 
 # Position of a data loader, from the epochs that another program counted.

@@ -310,16 +310,7 @@ def all_or_nothing(session: Session, undo: Sequence[Undo] = ()) -> Iterator[None
 
 
 def _run(pending_load: PendingLoad, directory: str, outcome: str = "Nothing was restored") -> None:
-    """Load a part.
-
-    Args:
-        pending_load: Its planned load.
-        directory: The checkpoint's directory, for messages.
-        outcome: A description of what an error leaves behind.
-
-    Raises:
-        StateDictMismatchError: The part raised an error of any kind.
-    """
+    """Load a part; `outcome` describes what an error of any kind leaves behind."""
     try:
         pending_load.load()
     except HfshardError:

@@ -176,17 +176,10 @@ def _plan_component(
     """Decode the saved state of one component, and plan it.
 
     Args:
-        planner: Notes the plan.
-        name: The component's name.
+        planner, name, path, stage: The plan's; the path is that of the training state.
         read: `read_set`, for this checkpoint.
-        path: The path of the training state, for messages.
         tensors: Those of `STATE_BASE`.
-        stage: As in `plan_restoration`.
         buffers: Buffers that this rank has saved for itself, encoded, by the names of their modules; or None.
-
-    Raises:
-        StateDictMismatchError: strict, and it does not fit.
-        DamagedCheckpointError: The saved state is not what hfshard writes.
     """
     saved = planner.saved[name]["state"]
     if name == "optimizer":

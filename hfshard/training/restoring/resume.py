@@ -127,13 +127,7 @@ def resume(
 def _all_signed(
     checkpoint: RunCheckpoint, manifest: CheckpointManifest, signature: SignatureRequirement | None
 ) -> Iterator[None]:
-    """Compare every file with what was signed before it is read, and check all of them again afterwards.
-
-    Raises:
-        SignatureError: There is no such signature, or a file differs, is missing, or was added.
-        CheckpointChangedError: The checkpoint was replaced during the check.
-        InvalidArgumentError: The checkpoint is in a store.
-    """
+    """Compare every file with what was signed before it is read, and check all of them again afterwards."""
     if signature is None:
         yield
         return
@@ -175,11 +169,7 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], session: Ses
 
 
 def _reject_others(choose: Callable[[], ChosenCheckpoint | None], session: Session) -> None:
-    """Reject a checkpoint that another rank sees if the first one sees none: the run would restart from scratch.
-
-    Raises:
-        CheckpointNotFoundError: A rank sees one; the message names the rank and the checkpoint.
-    """
+    """Reject a checkpoint that another rank sees if the first one sees none: the run would restart from scratch."""
     own = None if session.is_leader else _own_choice(choose)
     for rank, path in zip(session.ranks, session.all_of(own), strict=True):
         if path is not None:

@@ -171,11 +171,7 @@ def _loads_as_torch(optimizer: Optimizer) -> bool:
 
 
 def _reject_unloadable(state: Any, component: str, name: Any) -> None:
-    """Reject a state that torch's `load_state_dict` cannot load: it builds what can be iterated from a generator.
-
-    Raises:
-        UnstorableTensorError: It has such a value.
-    """
+    """Reject a state that torch's `load_state_dict` cannot load: it builds what can be iterated from a generator."""
     found: list[Any] = []
 
     def is_unloadable(value: Any) -> bool:
@@ -292,11 +288,7 @@ def with_groups(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mappi
 
 
 def _check_form(saved: dict[str, Any]) -> None:
-    """Reject what `encode_optimizer` does not write, before it changes anything.
-
-    Raises:
-        TypeError, KeyError: It has another form.
-    """
+    """Reject what `encode_optimizer` does not write, by a TypeError or KeyError, before it changes anything."""
     groups = saved["groups"]
     if not isinstance(groups, list) or not all(isinstance(group["params"], list) for group in groups):
         raise TypeError("the groups, or the names of a group's parameters, must be lists")
@@ -423,11 +415,10 @@ def _are(names: list[str]) -> str:
 
 def to_devices_of(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved options, with tensors (a learning rate) on the devices of the current ones."""
-    moved = {}
+    moved = dict(options)
     for key, value in options.items():
-        now = group.get(key)
-        is_elsewhere = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-        moved[key] = value.to(now.device) if is_elsewhere and now is not None else value
+        if isinstance(value, torch.Tensor) and isinstance(now := group.get(key), torch.Tensor):
+            moved[key] = value.to(now.device)
     return moved
 
 

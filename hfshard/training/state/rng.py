@@ -109,11 +109,7 @@ def _reject_other_generator(state: dict[str, Any], file: str) -> None:
 
 
 def _check_place(state: dict[str, Any]) -> None:
-    """Reject a numpy generator that would read beyond its buffer.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Reject a numpy generator that would read beyond its buffer, by a ValueError."""
     if (found := _PLACES.get(state["bit_generator"])) is None:
         return
     inner, name, highest = found

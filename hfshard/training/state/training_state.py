@@ -169,7 +169,7 @@ class TrainingState:
         names: dict[int, str] = {}
         modules = self.naming_modules()
         for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as passed
-            prefix = "" if component == "model" else f"{component}:"
+            prefix = name_prefix(component)
             for key, name in parameter_names(modules[component]).items():
                 names.setdefault(key, self.aliases.get(prefix + name, prefix + name))
         return names
@@ -187,9 +187,13 @@ class TrainingState:
         """Return the names of each parameter that has several in one module."""
         found = []
         for component, module in self.of_kind("module").items():
-            prefix = "" if component == "model" else f"{component}:"
-            found += [[prefix + name for name in names] for names in tied_parameter_names(module)]
+            found += [[name_prefix(component) + name for name in names] for names in tied_parameter_names(module)]
         return found
+
+
+def name_prefix(component: str) -> str:
+    """Return what a module's name adds to those of its parameters; nothing for the model."""
+    return "" if component == "model" else f"{component}:"
 
 
 def collect_run_tensors(module: nn.Module, masters: Masters) -> dict[str, Any]:

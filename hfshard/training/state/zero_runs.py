@@ -163,11 +163,7 @@ class NamedOptimizer:
         return PendingLoad(load.name, load_both, undo)
 
     def _filled(self, number: int, flat: torch.Tensor, name: str, path: str) -> dict[str, Any]:
-        """Create the state of a flat tensor from what was loaded for its parameters; its padding is zero.
-
-        Raises:
-            StateDictMismatchError: They step together, but were saved with different steps.
-        """
+        """Create the state of a flat tensor from what was loaded for its parameters; its padding is zero."""
         common: dict[str, Any] | None = None
         held: dict[str, Any] = {}
         for place in self._flats.places:
