@@ -150,10 +150,8 @@ def plan_foreign(
     )
     kinds: dict[str, Any] = dict(state.kinds)
     saved = {name: {"kind": kinds.get(name), "state": value} for name, value in foreign.components.items()}
-    check_components(
-        state, saved, foreign.path, restoration.differences, (), strict=strict, may_lack=unsaved_components(state)
-    )
-    planner = PartPlanner(state, saved, foreign.path, restoration, strict=strict)
+    check_components(state, saved, restoration, (), strict=strict, may_lack=unsaved_components(state))
+    planner = PartPlanner(state, saved, restoration, strict=strict)
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         _plan(planner, name, foreign, layouts)

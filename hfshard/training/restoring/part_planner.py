@@ -218,8 +218,6 @@ class PartPlanner:
     """Built as for the run that was saved; it is not changed."""
     saved: Mapping[str, dict[str, Any]]
     """Name of a part -> its entry: `kind`, `state`, and for some parts `order`."""
-    directory: str
-    """The checkpoint's directory, for messages."""
     restoration: Restoration
     """Receives the loads, and without strict the differences."""
     strict: bool = field(kw_only=True)
@@ -227,6 +225,7 @@ class PartPlanner:
 
     def __post_init__(self) -> None:
         self.parameter_names = self.state.parameter_names()
+        self.directory = self.restoration.directory
 
     def plan(self, name: str, value: Any) -> None:
         """Plan one part.
@@ -250,14 +249,13 @@ class PartPlanner:
         kind = self.state.kinds[name]
         restoration = self.restoration
         if kind in ("stateful", "loader"):
-            check_object(name, part, value, self.directory, self.strict)
+            _check_object(self, name, value)
             if kind == "stateful":
-                value = reordered_state(name, self.state, self.saved, self.directory, value)
+                value = _reordered_state(self, name, value)
             restoration.objects.append(StatefulLoad(name, part, value, self.directory))
             return
         if kind == "module":
-            masters = self.state.masters
-            load = plan_module(name, part, value, self.directory, restoration.differences, masters, strict=self.strict)
+            load = _plan_module(self, name, value)
         elif kind == "optimizer":
             reject_sharded_state(part, name)
             value = regroup(value, part, self.parameter_names, name, self.directory)
@@ -271,8 +269,7 @@ class PartPlanner:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
         else:
-            reorderings = find_reorderings(name, self.state, self.saved, self.directory)
-            load = plan_scheduler(part, value, name, self.directory, reorderings)
+            load = plan_scheduler(part, value, name, self.directory, _find_reorderings(self, name))
         restoration.pending_loads.append(load)
 
 
@@ -361,8 +358,7 @@ def parts_of_other_ranks(state: TrainingState, own: Mapping[str, Any], *, is_sam
 def check_components(
     state: TrainingState,
     saved: Mapping[str, Any],
-    directory: str,
-    differences: list[str],
+    restoration: Restoration,
     elsewhere: Collection[str],
     *,
     strict: bool,
@@ -373,8 +369,7 @@ def check_components(
     Args:
         state: The state that is restored.
         saved: The components of the checkpoint.
-        directory: The checkpoint's directory, for messages.
-        differences: Receives descriptions of them.
+        restoration: Receives descriptions of them.
         elsewhere: Parts that other ranks have saved for themselves.
         strict: Reject any of them.
         may_lack: Parts that the checkpoint need not have.
@@ -382,6 +377,7 @@ def check_components(
     Raises:
         StateDictMismatchError: strict, and there is a difference.
     """
+    directory, differences = restoration.directory, restoration.differences
     wanted = [name for name in state.components if name in saved or name not in may_lack]
     for name in wanted:
         if name in elsewhere:
@@ -423,12 +419,9 @@ def unsaved_components(state: TrainingState) -> frozenset[str]:
     return frozenset(gradients.union(state.of_kind("loader")))
 
 
-def check_object(name: str, part: Any, value: Any, directory: str, strict: bool) -> None:
-    """Check that an object would accept its state.
-
-    Raises:
-        StateDictMismatchError: It would not.
-    """
+def _check_object(planner: PartPlanner, name: str, value: Any) -> None:
+    """Check that an object would accept its state."""
+    part, directory = planner.state.components[name], planner.directory
     if isinstance(part, torch.amp.GradScaler) and part.is_enabled() != bool(value):
         raise StateDictMismatchError(
             f"'{name}' is a GradScaler that is {'on' if part.is_enabled() else 'off'}, but was not when the checkpoint "
@@ -443,7 +436,7 @@ def check_object(name: str, part: Any, value: Any, directory: str, strict: bool)
     except StateDictMismatchError as error:
         raise StateDictMismatchError(
             f"'{name}' does not fit the checkpoint '{directory}': {error.message}"
-            f"{' Nothing was restored.' if strict else ''}",
+            f"{' Nothing was restored.' if planner.strict else ''}",
             path=directory,
             expected=error.expected,
             actual=error.actual,
@@ -457,32 +450,9 @@ _SHOWN: Final = 5
 """The number of dtypes or names that a message lists."""
 
 
-def plan_module(
-    name: str,
-    module: nn.Module,
-    saved: dict[str, Any],
-    directory: str,
-    differences: list[str],
-    masters: Masters | None = None,
-    *,
-    strict: bool,
-) -> PendingLoad:
-    """Compare a module's tensors with the saved ones, and return the load that assigns them.
-
-    Args:
-        name: The module's name in the training state.
-        module: The module that was built, with or without wrappers. It is not changed before the load.
-        saved: Name -> what was saved.
-        directory: The checkpoint's directory, for messages.
-        differences: Without strict, receives descriptions of what does not fit.
-        masters: Those of the training state; None: there are none.
-        strict: Reject any difference.
-
-    Raises:
-        StateDictMismatchError: strict, and something differs; or two different tensors would become one.
-    """
-    module = unwrap(module)
-    masters = masters or {}
+def _plan_module(planner: PartPlanner, name: str, saved: dict[str, Any]) -> PendingLoad:
+    """Compare a module's tensors with the saved ones by name, and return the load that assigns them."""
+    module, directory, masters = unwrap(planner.state.components[name]), planner.directory, planner.state.masters
     reject_offloaded(module)
     own = collect_run_tensors(module, masters)
     reject_freed(own)
@@ -502,7 +472,7 @@ def plan_module(
             f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. Build it as in the saved run, or "
             "pass strict=False to load what fits."
         )
-        if strict:
+        if planner.strict:
             raise StateDictMismatchError(
                 message + " Nothing was restored.",
                 path=directory,
@@ -510,7 +480,7 @@ def plan_module(
                 unexpected_keys=difference.unexpected,
                 mismatched_keys=difference.mismatched,
             )
-        differences.append(message)
+        planner.restoration.differences.append(message)
         mismatched = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in mismatched}
     is_of_deepspeed = "deepspeed" in sys.modules
@@ -586,19 +556,10 @@ def _is_harmless(hook: Any) -> bool:
 # Comparison of the orders of groups and parameters with a checkpoint's, for everything that is matched by position.
 
 
-def find_reorderings(
-    name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str
-) -> list[Reordering]:
-    """Find the optimizers of a scheduler, or of another object, whose groups are in another order than when saved.
-
-    Args:
-        name: The object's name in the training state.
-        state: The training state.
-        saved: The components of the checkpoint, as they were read.
-        path: The checkpoint's path, for messages.
-    """
+def _find_reorderings(planner: PartPlanner, name: str) -> list[Reordering]:
+    """Find the optimizers of a scheduler, or of another object, whose groups are in another order than when saved."""
+    state, saved = planner.state, planner.saved
     part = state.components[name]
-    names = state.parameter_names()
     components = {id(one): component for component, one in state.of_kind("optimizer").items()}
     held = held_optimizers(part)
     if not held and state.kinds[name] == "scheduler":  # it may have one that was not found
@@ -609,41 +570,29 @@ def find_reorderings(
         component = components.get(id(optimizer), "")
         before = saved[component]["state"]["groups"] if saved.get(component, {}).get("kind") == "optimizer" else None
         if before is not None:
-            now = group_names(optimizer, names, component)
+            now = group_names(optimizer, planner.parameter_names, component)
             positions = related_positions(now, [group["params"] for group in before])
             is_same = positions == tuple(range(len(now)))
             counts = frozenset({len(now), len(before)})
         else:
             positions = None
-            is_same = _is_same_order(name, state, saved)
+            is_same = _is_same_order(planner, name)
             counts = frozenset({len(optimizer.param_groups)})
         if not is_same:
             known = PER_GROUP if len(held) == 1 or own is optimizer else frozenset[str]()
             owners = f"groups of '{component}'" if component else "groups of its optimizer"
-            found.append(Reordering(name, owners, path, positions, counts, known))
+            found.append(Reordering(name, owners, planner.directory, positions, counts, known))
     return found
 
 
-def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str, value: Any) -> Any:
-    """Return the state of a user's object in the current order.
-
-    Args:
-        name: The object's name in the training state.
-        state: The training state.
-        saved: The components of the checkpoint, as they were read.
-        path: The checkpoint's path, for messages.
-        value: The object's state, decoded.
-
-    Raises:
-        StateDictMismatchError: It has entries for some parameters or groups by position, and these are in another
-            order now.
-    """
-    part = state.components[name]
-    for reordering in find_reorderings(name, state, saved, path):
-        value = reordering.apply(value, part.state_dict())
-    if _is_same_order(name, state, saved):
+def _reordered_state(planner: PartPlanner, name: str, value: Any) -> Any:
+    """Return the state of a user's object in the current order; reject entries by position if that is unknown."""
+    path = planner.directory
+    for reordering in _find_reorderings(planner, name):
+        value = reordering.apply(value, planner.state.components[name].state_dict())
+    if _is_same_order(planner, name):
         return value
-    models = [list(module.parameters()) for module in state.of_kind("module").values()]
+    models = [list(module.parameters()) for module in planner.state.of_kind("module").values()]
     tests = [is_per_parameter(parameters) for parameters in models]
     place = find_in(value, lambda one: any(is_one_each(one) for is_one_each in tests))
     if place is not None:
@@ -656,7 +605,7 @@ def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[st
     return value
 
 
-def _is_same_order(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]]) -> bool:
+def _is_same_order(planner: PartPlanner, name: str) -> bool:
     """Return whether the orders that an object's positions may refer to equal the checkpoint's, if it states them."""
-    before = saved[name].get("order")
-    return before is None or before == state.order_digest(name)
+    before = planner.saved[name].get("order")
+    return before is None or before == planner.state.order_digest(name)

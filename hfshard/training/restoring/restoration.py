@@ -91,14 +91,14 @@ def plan_restoration(
         take_converted(state, saved)
     elsewhere = parts_of_other_ranks(state, own, is_same_number=len(saved_ranks) == session.world_size)
     may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
-    check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
+    check_components(state, saved, restoration, elsewhere, strict=strict, may_lack=may_lack)
     read = partial(read_set, folder, manifest, own_rank, StateLayouts(state) if is_spread else None)
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)
         wanted = _names_in([saved, own["rng"], saved_state["extra"]], path).__contains__
     tensors = read(STATE_BASE, wanted)
-    planner = PartPlanner(state, saved, directory, restoration, strict=strict)
+    planner = PartPlanner(state, saved, restoration, strict=strict)
     if (
         stage is None
         and len(saved_ranks) != session.world_size
