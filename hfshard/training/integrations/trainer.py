@@ -353,9 +353,13 @@ def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], se
     """Return a prepared loader with the batches of another prepared one, each loaded under its own seeds.
 
     The other one gives this process its share of the batches already, so Accelerate must not share them out again.
+    The new one draws from the global RNGs as before, but not with persistent workers, which would draw again after a
+    resume.
     """
     share = BatchShare.of(accelerator)
-    seeded = _seeded_loader(loader, seed, share)
+    seeded = plain_loader(share.loader(loader, loader.batch_sampler, seed))
+    if not loader.persistent_workers:
+        seeded.generator = loader.generator
     if share.count == 1:
         return accelerator.prepare_data_loader(seeded)  # type: ignore[no-any-return]
     return prepare_data_loader(  # type: ignore[no-any-return]
@@ -368,17 +372,6 @@ def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], se
         dispatch_batches=False,
         non_blocking=accelerator.non_blocking,
     )
-
-
-def _seeded_loader(loader: DataLoader[Any], seed: int, share: BatchShare) -> DataLoader[Any]:
-    """Return a loader with the same batches in the same order, each loaded under its own seeds.
-
-    It draws from the global RNGs as before, but not with persistent workers, which would draw again after a resume.
-    """
-    plain = plain_loader(share.loader(loader, loader.batch_sampler, seed))
-    if not loader.persistent_workers:
-        plain.generator = loader.generator
-    return plain
 
 
 def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]:

@@ -330,8 +330,7 @@ def own_rng_state(saved: Any, keys: Mapping[str, str], path: str) -> dict[str, A
         StateDictMismatchError: numpy's global generator is another kind here.
     """
     try:
-        states = {own: saved[name] for name, own in keys.items() if name in saved}
-        state = {name: _CONVERTERS[name](value) for name, value in states.items()}
+        state = {own: _CONVERTERS[own](saved[name]) for name, own in keys.items() if name in saved}
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DamagedCheckpointError(
             f"'{path}' is damaged: it does not contain random number generator states ({error!r:.200}). "
@@ -594,10 +593,8 @@ def _keys_of(name: str) -> list[str]:
 
 def _in_order(keys: list[str], entries: Mapping[str, Any]) -> list[str]:
     """List the entries under some keys, or in lists under them, each once."""
-    found: dict[str, None] = {}
-    for key in keys:
-        found |= {at: None for at in entries if at == key or (key in _LISTS and at.startswith(f"{key}."))}
-    return list(found)
+    found = (at for key in keys for at in entries if at == key or (key in _LISTS and at.startswith(f"{key}.")))
+    return list(dict.fromkeys(found))
 
 
 def _fits(value: Any, kind: PartKind) -> bool:

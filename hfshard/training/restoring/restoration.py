@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from hfshard._util.call_ranks import Session
 from hfshard.checkpoint.folder import Folder
@@ -184,7 +183,8 @@ def _plan_component(
     saved = planner.saved[name]["state"]
     if name == "optimizer":
         is_wanted = None if stage is None else _names_in(saved, path).__contains__
-        is_copied = _is_on_accelerators(planner.state.components[name])
+        parameters = trained_parameters(planner.state.components[name])
+        is_copied = all(one.device.type != "cpu" for one in parameters)  # then all of the state is copied elsewhere
         tensors = {**tensors, **read(name, is_wanted, is_copied=is_copied)}
     value = decode(saved, tensors, path)
     try:
@@ -201,11 +201,6 @@ def _plan_component(
             f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
             path=path,
         ) from error
-
-
-def _is_on_accelerators(optimizer: Optimizer) -> bool:
-    """Return whether no parameter is in host memory, so that all of the state is copied to another device."""
-    return all(one.device.type != "cpu" for one in trained_parameters(optimizer))
 
 
 def _rng_update(rng: dict[str, Any], saved_ranks: int, session: Session, directory: str) -> Callable[[], None]:

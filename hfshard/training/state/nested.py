@@ -285,7 +285,8 @@ def decode_value(nested: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind in _SCALARS:
         return _SCALARS[kind](nested)
     if kind == "ndarray":
-        return _array(nested, decode_value(nested["bytes"], tensors))
+        raw = decode_value(nested["bytes"], tensors).numpy().tobytes()
+        return _numpy_values(raw, nested["dtype"]).reshape(nested["shape"]).copy()
     if kind == "object":
         return ObjectState(
             nested["class_name"], {key: decode_value(item, tensors) for key, item in nested["state"].items()}
@@ -367,10 +368,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the dtype {name!r}")
     return dtype
-
-
-def _array(nested: dict[str, Any], raw: torch.Tensor) -> Any:
-    return _numpy_values(raw.numpy().tobytes(), nested["dtype"]).reshape(nested["shape"]).copy()
 
 
 def _numpy_values(raw: bytes, dtype: str) -> Any:

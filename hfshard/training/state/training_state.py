@@ -319,7 +319,11 @@ def is_spread_state(state: TrainingState) -> bool:
     _reject_deepspeed(state)
     modules = list(state.naming_modules().values())
     for module in modules:
-        _reshard(module)
+        if may_be_divided(module):
+            reshard_parameters(module)
+        for one in fully_sharded_modules(module):
+            with torch.no_grad():
+                one.reshard()
     if state.is_flattened:
         _reject_flat_gradients(state)
     trained = map(trained_parameters, state.of_kind("optimizer").values())
@@ -354,11 +358,3 @@ def _reject_flat_gradients(state: TrainingState) -> None:
             f"Cannot save or restore '{name}': under FullyShardedDataParallel (FSDP1) gradients have no names and "
             "shapes of their own. Save after optimizer.step(), without Gradients; or use fully_shard."
         )
-
-
-def _reshard(module: nn.Module) -> None:
-    if may_be_divided(module):
-        reshard_parameters(module)
-    for one in fully_sharded_modules(module):
-        with torch.no_grad():
-            one.reshard()
