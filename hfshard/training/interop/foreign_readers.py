@@ -81,10 +81,8 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
             parts[next(filter(None, match.groups()))] = directory.pickle(name)
         elif match := _LOADERS.fullmatch(name):
             loaders[match.group(1)] = directory.pickle(name)
-    lacking = [
-        *([NO_STEP] if directory.step is None else []),
-        "the position in the data" + (_IN_EXTRA if loaders else ""),
-    ]
+    lacking = [NO_STEP] if directory.step is None else []
+    lacking.append("the position in the data" + (_IN_EXTRA if loaders else ""))
     lacking += [
         f"the order of shuffled data, as '{name}' is a pickle of Accelerate's own classes, which is not read"
         for name in sorted(directory.names)

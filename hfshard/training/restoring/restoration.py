@@ -181,7 +181,7 @@ def _plan_component(
         buffers: Buffers that this rank has saved for itself, encoded, by the names of their modules; or None.
     """
     saved = planner.saved[name]["state"]
-    if name == "optimizer":
+    if name == planner.state.kinds[name] == "optimizer":
         is_wanted = None if stage is None else _names_in(saved, path).__contains__
         parameters = trained_parameters(planner.state.components[name])
         is_copied = all(one.device.type != "cpu" for one in parameters)  # then all of the state is copied elsewhere

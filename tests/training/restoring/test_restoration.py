@@ -374,6 +374,15 @@ def test_a_generator_is_a_part(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(2, generator=fresh), expected)
 
 
+def test_an_object_in_the_place_of_the_optimizer_is_restored(tmp_path: Path) -> None:
+    saved, fresh = ({"optimizer": ingredients.Keeps(torch.full((2,), value))} for value in (1.0, 2.0))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(**saved))
+
+    assert manager.restore(TrainingState(**fresh), 1) == 1
+    assert fresh["optimizer"].tensor.tolist() == [1.0, 1.0]
+
+
 def test_what_can_not_be_saved_is_told_what_to_write_instead(tmp_path: Path) -> None:
     manager, model = CheckpointManager(tmp_path / "run"), model_of(1)
     parts: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
