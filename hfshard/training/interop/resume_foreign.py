@@ -113,8 +113,6 @@ def resume_foreign(
             f"The ranks see different files in '{place}'. Nothing was restored. Make all ranks see the same files.",
             path=place,
         )
-    for difference in restoration.differences:
-        logger.warning("%s", difference)
     if restoration.lacking:
         logger.warning("'%s' lacks %s.", place, shorten_list(restoration.lacking, _SHOWN))
     restoration.apply(session)

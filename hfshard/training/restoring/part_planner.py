@@ -147,13 +147,15 @@ class Restoration:
             self.without_gradients = [parameter for module in modules for parameter in module.parameters()]
 
     def apply(self, session: Session) -> None:
-        """Load everything on all ranks, the random number generators last. Every rank must call.
+        """Report the differences, and load everything on all ranks, the generators last. Every rank must call.
 
         Raises:
             StateDictMismatchError: An object refused its state, and nothing was changed.
             RankFailedError: An object refused its state on another rank.
             KeyboardInterrupt: Ctrl-C was pressed during the load, and everything is restored: all of it was in memory.
         """
+        for difference in self.differences:
+            logger.warning("%s", difference)
         with delay_interrupt():
             self._load_all(session)
             with all_or_nothing(session):

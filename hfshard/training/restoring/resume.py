@@ -115,8 +115,6 @@ def resume(
     else:
         error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was being read. Retry.")
     session.agree(error)
-    for difference in restoration.differences:
-        logger.warning("%s", difference)
     restoration.apply(session)
     if session.is_leader:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
