@@ -381,7 +381,8 @@ def test_a_generator_is_a_part(tmp_path: Path) -> None:
 
 
 def test_an_object_in_the_place_of_the_optimizer_is_restored(tmp_path: Path) -> None:
-    saved, fresh = ({"optimizer": ingredients.Keeps(torch.full((2,), value))} for value in (1.0, 2.0))
+    saved: dict[str, Any] = {"optimizer": ingredients.Keeps(torch.ones(2))}
+    fresh: dict[str, Any] = {"optimizer": ingredients.Keeps(torch.zeros(2))}
     manager = CheckpointManager(tmp_path)
     manager.save(1, TrainingState(**saved))
 
