@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,7 +21,7 @@ from hfshard.format.index import CheckpointIndex
 from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
-from hfshard.tensors.state_dict import has_parts, has_spread, reject_sharded_tensors
+from hfshard.tensors.state_dict import fully_sharded_modules, has_parts, has_spread, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike, is_torch_tensor_type
 from hfshard.tensors.zero3 import has_partitioned
 
@@ -73,10 +72,7 @@ def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> 
     """
     if state_dict is not None:
         return has_spread(state_dict)
-    if has_spread(dict(model.named_parameters())) or has_parts(model):
-        return True
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+    return has_spread(dict(model.named_parameters())) or has_parts(model) or bool(fully_sharded_modules(model))
 
 
 # Where other ranks make the same call, they save together; a process alone enters nothing of `distributed`.

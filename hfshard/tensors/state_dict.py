@@ -99,6 +99,12 @@ def may_be_divided(model: nn.Module) -> bool:
     )
 
 
+def fully_sharded_modules(model: nn.Module) -> list[Any]:
+    """List the modules of a model to which `fully_shard` (FSDP2) was applied."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
 def has_parts(model: nn.Module) -> bool:
     """Return whether ranks have parts of a module's parameters that are not DTensors: all of them must save and load.
 

@@ -15,6 +15,7 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.parameter_names import unwrap
+from hfshard.training.data.seeding import generator_state, is_generator, set_generator_state
 
 _BASE: Final = "_hfshard_checkpointed_class"
 """The attribute of a replaced class that stores the module's original class."""
@@ -172,11 +174,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _check_block(name: str, block: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Reject a block that cannot be recomputed.
-
-    Raises:
-        InvalidArgumentError: It is never called, has its own `forward`, or contains another block.
-    """
+    """Reject a block that is never called, has its own `forward`, or contains another block."""
     if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
         raise InvalidArgumentError(
             f"'{name}' ({type(block).__name__}) has its own forward, from torch.compile, torch.jit or Accelerate's "
@@ -258,11 +256,7 @@ def _transformers_method(model: nn.Module, verb: str) -> Any:
 
 
 def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointing:
-    """Enable transformers' own gradient checkpointing, and let its layers call `call_recomputed`.
-
-    Raises:
-        InvalidArgumentError: An architecture does not support it; nothing was changed.
-    """
+    """Enable transformers' own gradient checkpointing, and let its layers call `call_recomputed`."""
     layer_class: Any = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer  # imported by the models
     for name, model in models.items():
         if not getattr(model, "supports_gradient_checkpointing", False):
@@ -396,14 +390,20 @@ class StateSnapshot:
         """Note the state of blocks, and of the inputs that they are about to get."""
         modules = list({id(module): module for block in blocks for module in block.modules()}.values())
         attributes = [_own_attributes(module) for module in modules]
-        parameters = list(_named_parameters(modules))
+        parameters = [
+            (f"parameter '{name}' of a {type(module).__name__}", tensor)
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        ]
         others = [("input", leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        others += [
+        values = [
             (f"attribute '{name}' of a {type(module).__name__}", value)
             for module, own in zip(modules, attributes)
             for name, value in own.items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor | np.ndarray)
         ]
+        others += [(words, value) for words, value in values if isinstance(value, Tensor)]
         return cls(
             modules=modules,
             tables=[(table, dict(table)) for one in modules for table in (one._parameters, one._buffers)],
@@ -417,12 +417,7 @@ class StateSnapshot:
             training=[module.training for module in modules],
             fixed=[(words, tensor, version_of(tensor)) for words, tensor in (*parameters, *others)],
             parameters=len(parameters),
-            arrays=[
-                (f"attribute '{name}' of a {type(module).__name__}", value, _copied(value))
-                for module, own in zip(modules, attributes)
-                for name, value in own.items()
-                if _is_small_array(value)
-            ],
+            arrays=[(words, value, _copied(value)) for words, value in values if _is_small_array(value)],
             generators=list(_generators(attributes)),
         )
 
@@ -502,14 +497,6 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _named_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of modules, each with a description."""
-    for module in modules:
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                yield f"parameter '{name}' of a {type(module).__name__}", tensor
-
-
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module, without those that every module has."""
     return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
@@ -519,9 +506,7 @@ def _is_small_array(value: Any) -> bool:
     """Return whether it is a small numpy array or tensor: writes to it, or through its `.data`, count no version."""
     if type(value) is Tensor:
         return value.nbytes <= _SMALL_BYTES and not value.is_meta
-    numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
-    return is_array and bool(value.nbytes <= _SMALL_BYTES)
+    return type(value) is np.ndarray and not value.dtype.hasobject and bool(value.nbytes <= _SMALL_BYTES)
 
 
 def _copied(value: Any) -> Any:
@@ -536,22 +521,12 @@ def _without_graph(value: Any) -> Any:
 def _generators(attributes: Iterable[dict[str, Any]]) -> Iterator[_Generator]:
     """Yield the generators of Python and numpy, and those of modules; a state that is read is a copy."""
     yield _Generator(random.getstate, random.setstate, random.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        get = partial(numpy.random.get_state, legacy=False)
-        yield _Generator(get, numpy.random.set_state, get())
+    get = partial(np.random.get_state, legacy=False)
+    yield _Generator(get, np.random.set_state, get())
     for value in (value for one in attributes for value in one.values()):
-        if isinstance(value, torch.Generator):
-            yield _Generator(value.get_state, value.set_state, value.get_state())
-        elif isinstance(value, random.Random):
-            yield _Generator(value.getstate, value.setstate, value.getstate())
-        elif numpy is not None and isinstance(value, numpy.random.RandomState):
-            get = partial(value.get_state, legacy=False)
-            yield _Generator(get, value.set_state, get())
-        elif numpy is not None and isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
-            yield _Generator(get, put, get())
+        if is_generator(value):
+            get = partial(generator_state, value)
+            yield _Generator(get, partial(set_generator_state, value), get())
 
 
 def _is_same_state(one: Any, other: Any) -> bool:

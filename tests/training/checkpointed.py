@@ -149,7 +149,11 @@ def train(model: Model, steps: int = 1) -> tuple[dict[str, Any], Random]:
         optimizer.zero_grad()
         loss_of(model).backward()
         optimizer.step()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}, random_state()
+    return gradients_of(model), random_state()
+
+
+def gradients_of(model: Model) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def assert_same_tensors(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -172,6 +176,19 @@ def assert_trains_alike(factory: Callable[[], Model], modules: str | None = None
     assert torch.equal(state[0], state_again[0])
     assert state[1:] == state_again[1:]
     return model
+
+
+def assert_same_results(
+    factory: Callable[[], Model], run: Callable[[Model], dict[str, Any]], modules: str | None = None
+) -> None:
+    """Compare what a run of a fresh model returns with and without."""
+    results = []
+    for is_on in (False, True):
+        model = build(factory)
+        if is_on:
+            enable_gradient_checkpointing(model, modules)
+        results.append(run(model))
+    assert_same_tensors(*results)
 
 
 def count_calls(block: Model) -> list[int]:

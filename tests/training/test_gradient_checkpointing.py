@@ -22,6 +22,7 @@ from tests.training.checkpointed import (
     bert,
     build,
     count_calls,
+    gradients_of,
     loss_of,
     residual,
     saved_bytes,
@@ -143,7 +144,7 @@ def test_compiled_model_trains_bit_for_bit_as_without() -> None:
         optimizer.zero_grad()
         compiled(torch.randn(6, 8)).square().mean().backward()
         optimizer.step()
-    assert_same_tensors(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_same_tensors(gradients, gradients_of(model))
     assert_same_tensors(plain.state_dict(), model.state_dict())
 
 

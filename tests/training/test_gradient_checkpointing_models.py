@@ -24,6 +24,7 @@ from tests.training.checkpointed import (
     bert,
     build,
     gpt2,
+    gradients_of,
     llama,
     loss_of,
     saved_bytes,
@@ -93,8 +94,7 @@ def test_every_architecture_has_the_gradients_that_it_has_without(name: str) -> 
         output = reads(**inputs_of(reads), output_hidden_states=True)
         leaves = [leaf for leaf in tree_leaves(dict(output)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.stack([leaf.float().square().mean() for leaf in leaves]).sum().backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        results.append({**gradients, **dict(model.named_buffers()), "random state": torch.get_rng_state()})
+        results.append({**gradients_of(model), **dict(model.named_buffers()), "random state": torch.get_rng_state()})
     assert sum(value is not None for value in results[0].values()) > 3
     assert_same_tensors(*results)
 

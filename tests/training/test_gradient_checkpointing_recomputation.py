@@ -20,10 +20,11 @@ from tests.training.checkpointed import (
     Model,
     Residual,
     Stack,
-    assert_same_tensors,
+    assert_same_results,
     assert_trains_alike,
     bert,
     build,
+    gradients_of,
     loss_of,
     residual,
     sequential,
@@ -148,43 +149,34 @@ def test_norm_that_keeps_numbers_trains_bit_for_bit_as_without(layer: Callable[[
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_the_same_gradients(dtype: torch.dtype) -> None:
-    results = []
-    for is_on in (False, True):
-        model = build(sequential)
-        if is_on:
-            enable_gradient_checkpointing(model)
+    def run(model: Model) -> dict[str, Any]:
         with torch.autocast("cpu", dtype):
             loss = loss_of(model)
         loss.backward()
-        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert_same_tensors(*results)
+        return gradients_of(model)
+
+    assert_same_results(sequential, run)
 
 
 def test_a_second_backward_pass_gives_the_same_gradients() -> None:
-    results = []
-    for is_on in (False, True):
-        model = build(lambda: Stack(Stateful("buffer in place"), residual()))
-        if is_on:
-            enable_gradient_checkpointing(model, "blocks.*")
+    def run(model: Model) -> dict[str, Any]:
         loss = loss_of(model)
         loss.backward(retain_graph=True)
         loss.backward()
-        results.append({**{name: one.grad for name, one in model.named_parameters()}, **dict(model.named_buffers())})
-    assert_same_tensors(*results)
+        return {**gradients_of(model), **dict(model.named_buffers())}
+
+    assert_same_results(lambda: Stack(Stateful("buffer in place"), residual()), run, "blocks.*")
 
 
 def test_model_in_eval_mode_before_the_backward_pass_is_recomputed_as_it_was() -> None:
-    results = []
-    for is_on in (False, True):
-        model = build(sequential)
-        if is_on:
-            enable_gradient_checkpointing(model)
+    def run(model: Model) -> dict[str, Any]:
         loss = loss_of(model)
         model.eval()
         loss.backward()
         assert not any(module.training for module in model.modules())
-        results.append({name: one.grad for name, one in model.named_parameters()})
-    assert_same_tensors(*results)
+        return gradients_of(model)
+
+    assert_same_results(sequential, run)
 
 
 def smooth() -> Residual:
@@ -285,27 +277,20 @@ def with_a_call_that_fails(model: Model) -> Any:
     ],
 )
 def test_unusual_pass_gives_the_same_gradients(block: Callable[[], Model], loss: Callable[[Model], Tensor]) -> None:
-    results = []
-    for is_on in (False, True):
-        model = build(lambda: nn.Sequential(nn.Linear(8, 8), block(), smooth()))
-        if is_on:
-            enable_gradient_checkpointing(model)
+    def run(model: Model) -> dict[str, Any]:
         loss(model).backward()
-        gradients = {name: one.grad for name, one in model.named_parameters()}
-        results.append({**gradients, **dict(model.named_buffers()), "random state": torch.get_rng_state()})
-    assert_same_tensors(*results)
+        return {**gradients_of(model), **dict(model.named_buffers()), "random state": torch.get_rng_state()}
+
+    assert_same_results(lambda: nn.Sequential(nn.Linear(8, 8), block(), smooth()), run)
 
 
 def test_keyword_arguments_reach_the_block() -> None:
-    results = []
-    for is_on in (False, True):
-        block = build(lambda: nn.Sequential(residual()))
-        if is_on:
-            enable_gradient_checkpointing(block)
+    def run(model: Model) -> dict[str, Any]:
         x = torch.randn(6, 8, requires_grad=True)
-        block[0](scale=0.5, x=x).sum().backward()
-        results.append({"x": x.grad, **{name: one.grad for name, one in block.named_parameters()}})
-    assert_same_tensors(*results)
+        model[0](scale=0.5, x=x).sum().backward()
+        return {"x": x.grad, **gradients_of(model)}
+
+    assert_same_results(lambda: nn.Sequential(residual()), run)
 
 
 def test_block_that_changes_its_input_is_refused() -> None:
@@ -385,11 +370,9 @@ def test_training_on_a_gpu_is_bit_for_bit_as_without(factory: Callable[[], Model
 @pytest.mark.gpu
 def test_dropout_on_a_gpu_that_only_keywords_are_on_is_the_same() -> None:
     """torch keeps the random state of the devices of positional arguments alone."""
-    results = []
-    for is_on in (False, True):
-        model = build(lambda: nn.Sequential(residual())).cuda()
-        if is_on:
-            enable_gradient_checkpointing(model)
+
+    def run(model: Model) -> dict[str, Any]:
         model[0](x=torch.ones(6, 8, device="cuda")).sum().backward()
-        results.append({name: one.grad for name, one in model.named_parameters()})
-    assert_same_tensors(*results)
+        return gradients_of(model)
+
+    assert_same_results(lambda: nn.Sequential(residual()).cuda(), run)

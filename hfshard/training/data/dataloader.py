@@ -27,6 +27,11 @@ from hfshard.training.data.seeding import seeds_for
 
 _T_co = TypeVar("_T_co", covariant=True)
 _END = (-1, None)
+_OF_WORKERS: Final = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers", "pin_memory_device",
+)  # fmt: skip
+"""Arguments of a DataLoader, and its attributes, that determine no batch."""
 
 
 class ResumableDataLoader(DataLoader[_T_co]):
@@ -254,17 +259,15 @@ class ResumableDataLoader(DataLoader[_T_co]):
             seeded_dataset(self),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._tasks,
-            num_workers=self.num_workers,
             collate_fn=identity_collate,
-            pin_memory=self.pin_memory,
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context,
             generator=torch.Generator(torch.get_default_device()),  # the device where torch draws the workers' seed
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            pin_memory_device=self.pin_memory_device,
+            **worker_options(self),
         )
+
+
+def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a loader that say how its batches are fetched, for one with other batches."""
+    return {name: getattr(loader, name) for name in _OF_WORKERS}
 
 
 def seeded_dataset(loader: ResumableDataLoader[Any]) -> SeededDataset:
@@ -496,16 +499,9 @@ def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(
         seeded_dataset(loader),  # type: ignore[arg-type]
         batch_sampler=TaskBatches(loader),
-        num_workers=loader.num_workers,
         collate_fn=single_batch,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(torch.get_default_device()).manual_seed(0),
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
+        **worker_options(loader),
     )
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.seeding import generator_state, is_generator, set_generator_state
+from hfshard.training.state.reordering import is_same
 from hfshard.training.state.rng import check_rng_state, rng_state, set_rng_state
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
@@ -48,23 +49,6 @@ def track(loader: Any) -> Any:
     return getattr(type(loader), _TRACKER, None) or LoaderTracker(loader)
 
 
-def reset_after_iter(
-    loader: Any, restore_rng: Callable[[], None], rng_at_iter: Mapping[str, Any] | None = None
-) -> None:
-    """Restore the RNG states once more after the next `iter(loader)`, but not after later ones.
-
-    If `__iter__` is a generator function, which does nothing before its first batch is fetched, it happens after that.
-
-    Args:
-        loader: Any loader. For a `ResumableDataLoader`, which draws from no RNG, nothing is done.
-        restore_rng: Restores the states.
-        rng_at_iter: The states to begin that `iter()` with, from `rng_state`; None: the current ones.
-    """
-    tracker = track(loader)
-    if isinstance(tracker, LoaderTracker):
-        tracker.pending = _Pending(restore_rng, rng_at_iter)
-
-
 class _Pending(NamedTuple):
     """Work for the next `iter()`."""
 
@@ -72,7 +56,7 @@ class _Pending(NamedTuple):
     """Lets all generators continue from their states at the save; called after `iter()`."""
     rng_at_iter: Mapping[str, Any] | None
     """The states to begin `iter()` with, from `rng_state`; None: the current ones."""
-    held_at_iter: Mapping[str, Any] | None = None
+    held_at_iter: Mapping[str, Any] | None
     """The states to begin `iter()` with, of the generators that the loader has."""
 
 
@@ -191,7 +175,11 @@ class LoaderTracker:
             self.loader.load_state_dict(state)
 
     def reset(self, restore_rng: Callable[[], None]) -> None:
-        """After a restore, let the next `iter()` restore the RNG states once more, if the loader needs that."""
+        """After a restore, let the next `iter()` restore the RNG states once more, if the loader needs that.
+
+        If `__iter__` is a generator function, which does nothing before its first batch is fetched, it happens after
+        that.
+        """
         loaded = self._loaded
         if loaded is None or not loaded["is_within"]:
             return
@@ -301,21 +289,14 @@ class _TrackedIterator:
                 restore_rng()
 
     def _fetch_and_compare(self) -> Any:
-        before = _comparable(rng_state())
+        before = rng_state()
         batch = next(self)
-        if _comparable(rng_state()) != before:
+        if not is_same(rng_state(), before):
             self._tracker.note_late_draws()
         return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
-
-
-def _comparable(state: Any) -> Any:
-    """Convert RNG states to values that can be compared."""
-    if isinstance(state, dict):
-        return {key: _comparable(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else repr(state)
 
 
 def _replace_class(loader: Any, tracker: LoaderTracker) -> bool:
@@ -385,12 +366,10 @@ class HeldGenerators:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._found: dict[str, Any] = {}
-        known: set[int] = set()
+        first: dict[int, tuple[str, Any]] = {}
         for name, value in _attributes(loader):
-            if id(value) not in known:
-                known.add(id(value))
-                self._found[name] = value
+            first.setdefault(id(value), (name, value))
+        self._found = dict(first.values())
 
     def states(self) -> dict[str, Any]:
         """Return name -> state, without the generators that have no state."""
@@ -406,7 +385,7 @@ class HeldGenerators:
         """Name the samplers' generators, without the loader's own, whose state has changed."""
         now = self.states()
         names = [name for name in now if "sampler." in name]
-        return [name for name in names if _comparable(now[name]) != _comparable(states.get(name))]
+        return [name for name in names if not is_same(now[name], states.get(name))]
 
     def stateless(self) -> list[str]:
         """Name the generators that have no state to store."""

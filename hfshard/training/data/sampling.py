@@ -6,7 +6,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -132,7 +132,8 @@ def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> 
     for part in parts:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-    generators = {id(value): value for part in parts for value in _attribute_values(part) if is_generator(value)}
+    held = chain.from_iterable(getattr(part, "__dict__", {}).values() for part in parts)
+    generators = {id(value): value for value in held if is_generator(value)}
     order = BatchOrder(_in_bursts(sampler, PrivateRng("sampler", seed, epoch, generators=list(generators.values()))))
     skipped = sum(1 for _ in islice(order, start))
     if skipped < start:
@@ -172,10 +173,6 @@ def _samplers_within(sampler: Any) -> Iterator[Any]:
             seen.add(id(part))
             yield part
             waiting += [getattr(part, "batch_sampler", None), getattr(part, "sampler", None)]
-
-
-def _attribute_values(part: Any) -> Iterable[Any]:
-    return vars(part).values() if hasattr(part, "__dict__") else ()
 
 
 # The sampler and dataset within a ResumableDataLoader: tasks, and a dataset that loads each under its own seeds.

@@ -168,11 +168,9 @@ def generator_state(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return (
-        generator.bit_generator.state
-        if isinstance(generator, np.random.Generator)
-        else generator.get_state(legacy=False)
-    )
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
 
 
 def set_generator_state(generator: Any, state: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.dataloader import ResumableDataLoader, worker_options
 from hfshard.training.data.sampling import sampler_order
 from hfshard.training.data.seeding import seeds_for
 from hfshard.training.state.rng import Gradients
@@ -288,17 +288,10 @@ class BatchShare:
         return ResumableDataLoader(
             loader.dataset,
             batch_sampler=batches if self.count == 1 else RankBatches(batches, seed),
-            num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            pin_memory_device=loader.pin_memory_device,
             in_order=loader.in_order,
             seed=own_seed,
+            **worker_options(loader),
         )
 
 

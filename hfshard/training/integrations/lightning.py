@@ -159,19 +159,19 @@ class _Progress:
 
     def __init__(self, trainer: Any, own: _Saving) -> None:
         self._trainer = trainer
-        self._callbacks = {one.state_key: one for one in trainer.callbacks if one is not own}
-        self._kept = {"precision": trainer.precision_plugin}
+        self._parts = {one.state_key: one for one in trainer.callbacks if one is not own}
+        self._parts["precision"] = trainer.precision_plugin
         if trainer.datamodule is not None:
-            self._kept["datamodule"] = trainer.datamodule
+            self._parts["datamodule"] = trainer.datamodule
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loops' progress, and the states of their parts."""
-        parts = {name: part.state_dict() for name, part in {**self._callbacks, **self._kept}.items()}
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
         return {"loops": self._trainer.fit_loop.state_dict(), "parts": parts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from that state."""
-        for name, part in {**self._callbacks, **self._kept}.items():
+        for name, part in self._parts.items():
             if state_dict["parts"].get(name):
                 part.load_state_dict(state_dict["parts"][name])
         self._trainer.fit_loop.load_state_dict(_at_next_batch(state_dict["loops"]))

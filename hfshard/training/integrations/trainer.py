@@ -135,19 +135,9 @@ class CheckpointCallback(TrainerCallback):
         manager = self.manager if self.manager is not None else manager_from_arguments(trainer.args, self._arguments)
         check_rotation(trainer.args, manager)
         if self._trainer is None:
-            replacements = (
-                self._save,
-                self._load,
-                self._load_rng,
-                self._load_weights,
-                self._load_best,
-                self._train_dataloader,
-                self._eval_dataloader,
-                self._train,
-            )
-            for name, replacement in zip(REPLACED, replacements, strict=True):
+            for name, own in REPLACED.items():
                 self._originals[name] = getattr(trainer, name)
-                setattr(trainer, name, replacement)
+                setattr(trainer, name, getattr(self, own))
         self.manager, self._trainer = manager, trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -363,9 +353,13 @@ def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], se
     """Return a prepared loader with the batches of another prepared one, each loaded under its own seeds.
 
     The other one gives this process its share of the batches already, so Accelerate must not share them out again.
+    The new one draws from the global RNGs as before, but not with persistent workers, which would draw again after a
+    resume.
     """
     share = BatchShare.of(accelerator)
-    seeded = _seeded_loader(loader, seed, share)
+    seeded = plain_loader(share.loader(loader, loader.batch_sampler, seed))
+    if not loader.persistent_workers:
+        seeded.generator = loader.generator
     if share.count == 1:
         return accelerator.prepare_data_loader(seeded)  # type: ignore[no-any-return]
     return prepare_data_loader(  # type: ignore[no-any-return]
@@ -378,17 +372,6 @@ def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], se
         dispatch_batches=False,
         non_blocking=accelerator.non_blocking,
     )
-
-
-def _seeded_loader(loader: DataLoader[Any], seed: int, share: BatchShare) -> DataLoader[Any]:
-    """Return a loader with the same batches in the same order, each loaded under its own seeds.
-
-    It draws from the global RNGs as before, but not with persistent workers, which would draw again after a resume.
-    """
-    plain = plain_loader(share.loader(loader, loader.batch_sampler, seed))
-    if not loader.persistent_workers:
-        plain.generator = loader.generator
-    return plain
 
 
 def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
@@ -606,18 +589,18 @@ def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
 # Checks of a Trainer: its arguments are translated for a manager, or rejected if not fully supported.
 
 
-REPLACED: Final = (
-    "_save_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "get_train_dataloader",
-    "get_eval_dataloader",
-    "train",
-)
-"""Methods of a Trainer that are replaced. The first five are private: on another version of transformers,
-`check_trainer` finds that one is gone, and the tests fail if one is no longer called."""
+REPLACED: Final = {
+    "_save_checkpoint": "_save",
+    "_load_optimizer_and_scheduler": "_load",
+    "_load_rng_state": "_load_rng",
+    "_load_from_checkpoint": "_load_weights",
+    "_load_best_model": "_load_best",
+    "get_train_dataloader": "_train_dataloader",
+    "get_eval_dataloader": "_eval_dataloader",
+    "train": "_train",
+}
+"""Methods of a Trainer -> those of the callback that replace them. The first five are private: on another version of
+transformers, `check_trainer` finds that one is gone, and the tests fail if one is no longer called."""
 
 _PROCESSES: Final = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
 

@@ -18,6 +18,7 @@ from hfshard.tensors.state_dict import parameter_names
 from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint
 from hfshard.training.interop.foreign_optimizer import LIKE_THEIR_PARAMETER, check_positions
 from hfshard.training.interop.foreign_readers import is_optimizer_state
+from hfshard.training.state.optimizer import names_of_positions
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,9 @@ def _are_trainers(
     optimizer: Mapping[str, Any], names: Sequence[Sequence[str]], weights: Mapping[str, torch.Tensor]
 ) -> bool:
     """Return whether an optimizer's groups are those that Trainer creates, by their sizes and the states' shapes."""
-    groups = optimizer["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(own) for own in names]:
+    if [len(group["params"]) for group in optimizer["param_groups"]] != [len(own) for own in names]:
         return False
-    owners = {position: name for group, own in zip(groups, names) for position, name in zip(group["params"], own)}
+    owners = names_of_positions(optimizer, names)
     known = {position: tuple(weights[name].shape) for position, name in owners.items() if name in weights}
     return all(
         tuple(value.shape) == known[position]

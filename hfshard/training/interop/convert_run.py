@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -29,6 +29,7 @@ from hfshard.training.interop.foreign_optimizer import (
     names_by_order,
     stated_names,
     unknown_owners,
+    with_names,
 )
 from hfshard.training.interop.foreign_readers import (
     is_optimizer_state,
@@ -42,7 +43,7 @@ from hfshard.training.run.manifest import checked_step, checkpoint_path, folder_
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options
 from hfshard.training.state.nested import encode
-from hfshard.training.state.optimizer import BY_OPTIONS
+from hfshard.training.state.optimizer import BY_OPTIONS, encode_by_name
 
 _OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
 """Companions that belong to the model, as in its own saves."""
@@ -206,24 +207,21 @@ def _encoded(
         return "module", encode(others, name, components.tensors)
     if is_optimizer_state(value):
         check_positions(value, name, foreign.path)
-        _check_one_owner(name, foreign)
+        optimizers = [one for one in foreign.components.values() if is_optimizer_state(one)]
+        if len(optimizers) > 1 and sum(map(is_state_dict, foreign.components.values())) > 1:
+            raise unknown_owners(name, foreign.path, "there are several optimizers and models")
         stated = stated_names(value["param_groups"], weights, find_shared_tensors(weights))
         by_order = stated is None
         names = _names_by_order(name, value, foreign, weights) if stated is None else stated
         own = name == "optimizer"
         tensors = components.optimizer_tensors if own else components.tensors
-        encoded = _encoded_optimizer(value, names, tensors, "" if own else f"{name}/")
-        return "optimizer", {**encoded, "by_position": by_order}
+        named = with_names(value, names)
+        encoded = {"class": None, **encode_by_name(named, tensors, "" if own else f"{name}/")}
+        return "optimizer", {**encoded, **({BY_OPTIONS: True} if named[BY_OPTIONS] else {}), "by_position": by_order}
     if _SCHEDULER.fullmatch(name):
         state = encode(dict(value), name, components.tensors, lambda one: one if isinstance(one, NotStored) else None)
         return "scheduler", {"class": None, "state": state}
     return "module" if is_state_dict(value) else "stateful", encode(value, name, components.tensors)
-
-
-def _check_one_owner(component: str, foreign: ForeignCheckpoint) -> None:
-    optimizers = [one for one in foreign.components.values() if is_optimizer_state(one)]
-    if len(optimizers) > 1 and sum(map(is_state_dict, foreign.components.values())) > 1:
-        raise unknown_owners(component, foreign.path, "there are several optimizers and models")
 
 
 def _names_by_order(
@@ -234,31 +232,3 @@ def _names_by_order(
     if are_sorted_by_name(list(weights)):
         raise unknown_owners(component, foreign.path, "its weights were sorted by name, so their order is unknown")
     return [names_by_order(saved, weights, component, foreign.path)]
-
-
-def _encoded_optimizer(
-    saved: Mapping[str, Any], names: Sequence[Sequence[str]], tensors: dict[str, torch.Tensor], prefix: str
-) -> dict[str, Any]:
-    groups = saved["param_groups"]
-    by_position = {key: name for group, own in zip(groups, names) for key, name in zip(group["params"], own)}
-    others = {key: value for key, value in saved["state"].items() if key not in by_position}
-    more = {key: value for key, value in saved.items() if key not in ("state", "param_groups", BY_OPTIONS)}
-    return {
-        "class": None,
-        "groups": [
-            {"params": own, "options": encode(_options(group), f"{prefix}param_groups/{number}", tensors)}
-            for number, (group, own) in enumerate(zip(groups, names))
-        ],
-        "state": {
-            by_position[key]: encode(value, f"{prefix}{by_position[key]}", tensors)
-            for key, value in saved["state"].items()
-            if key in by_position
-        },
-        "others": encode(others, f"{prefix}others", tensors),
-        "more": encode(more, f"{prefix}more", tensors),
-        **({BY_OPTIONS: True} if saved.get(BY_OPTIONS) else {}),
-    }
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

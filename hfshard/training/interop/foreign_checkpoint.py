@@ -170,7 +170,9 @@ class ForeignDirectory:
         self.named = None if run is None else NamedRun(run)
         self.has_order = run is None
         if self.named is None:
-            self._reject_parts_of_ranks()
+            found = sorted(name for name in self.names if _OF_MANY_RANKS.fullmatch(name))
+            if found:
+                raise _parts_of_ranks(self.path, found[0])
             return
         self.files |= self.named.run.files
         if request.verify == "full" and request.rank == 0:
@@ -261,10 +263,9 @@ class ForeignDirectory:
             StateDictMismatchError: The request names a missing part.
         """
         found = {name: state for name, state in parts.items() if state is not None}
-        if self.named is not None:
-            found = {**self.named.parts(self.request.kinds), **found}
         keys = self.request.keys
         if self.named is not None:
+            found = {**self.named.parts(self.request.kinds), **found}
             keys = {name: own for name, own in keys.items() if name not in KEYS_OF_RUNS}
         for name, own in keys.items():
             if own not in found:
@@ -277,14 +278,27 @@ class ForeignDirectory:
         named = {name: found[own] for name, own in keys.items()}
         return {name: state for name, state in found.items() if name not in taken} | named
 
+    @property
+    def step(self) -> int | None:
+        """The step of a run in parts; None if there is none, or it states none."""
+        return None if self.named is None else self.named.run.step
+
     def extra(self) -> dict[str, Any]:
         """Return what the user has saved with a run in parts."""
         return {} if self.named is None else self.named.extra()
 
-    def _reject_parts_of_ranks(self) -> None:
-        found = sorted(name for name in self.names if _OF_MANY_RANKS.fullmatch(name))
-        if found:
-            raise _parts_of_ranks(self.path, found[0])
+    def checkpoint(self, components: Mapping[str, Any], **more: Any) -> ForeignCheckpoint:
+        """Return what was read; `more` is what its files alone do not show."""
+        return ForeignCheckpoint(
+            path=self.path,
+            files=self.files,
+            files_of_rank=self.files_of_rank,
+            named=self.named,
+            has_order=self.has_order,
+            components=components,
+            differences=tuple(self.differences),
+            **more,
+        )
 
 
 def _parts_of_ranks(path: str, name: str) -> StateDictMismatchError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,7 +12,7 @@ from hfshard._util.text import shorten_list
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.parameter_names import match_prefixes
 from hfshard.tensors.tied import find_shared_tensors
-from hfshard.training.state.optimizer import BY_OPTIONS, group_names
+from hfshard.training.state.optimizer import BY_OPTIONS, by_name, group_names, trained_parameters
 from hfshard.training.state.pending_loads import check_options
 from hfshard.training.state.reordering import Names
 
@@ -59,7 +59,7 @@ def named_optimizer_state(
     built = group_names(optimizer, names, component)
     groups = saved["param_groups"]
     check_options(optimizer, groups, component, path)
-    shapes = {names[id(one)]: tuple(one.shape) for one in _parameters(optimizer)}
+    shapes = {names[id(one)]: tuple(one.shape) for one in trained_parameters(optimizer)}
     stated = stated_names(groups, shapes, kept_of)
     if stated is None:
         _check_counts(groups, built, component, path)
@@ -68,25 +68,21 @@ def named_optimizer_state(
         for group, own in zip(groups, built):
             states = [saved["state"].get(position, {}) for position in group["params"]]
             stated.append(_names_of_group(own, states, shapes, in_model, in_file, component, path))
-    by_position = {position: name for group, own in zip(groups, stated) for position, name in zip(group["params"], own)}
-    state = {by_position[key]: value for key, value in saved["state"].items() if key in by_position}
-    _check_shapes(state, shapes, component, path)
-    return {
-        "class": None,
-        "groups": [
-            {"params": own, "options": {key: one for key, one in group.items() if key not in ("params", "param_names")}}
-            for group, own in zip(groups, stated)
-        ],
-        "state": state,
-        "others": {key: value for key, value in saved["state"].items() if key not in by_position},
-        "more": {key: value for key, value in saved.items() if key not in ("state", "param_groups", BY_OPTIONS)},
-        BY_OPTIONS: bool(saved.get(BY_OPTIONS)),
-    }
+    named = with_names(saved, stated)
+    _check_shapes(named["state"], shapes, component, path)
+    return named
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def with_names(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state in the form that `encode_optimizer` writes, decoded, with no class.
+
+    Args:
+        saved: What its `state_dict()` returned.
+        names: The names of each group's parameters.
+    """
+    state = {key: value for key, value in saved.items() if key != BY_OPTIONS}
+    named = by_name(state, names, left_out=("params", "param_names"))
+    return {"class": None, **named, BY_OPTIONS: bool(saved.get(BY_OPTIONS))}
 
 
 def check_positions(saved: Mapping[str, Any], component: str, path: str) -> None:

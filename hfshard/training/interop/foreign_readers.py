@@ -81,8 +81,8 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
             parts[next(filter(None, match.groups()))] = directory.pickle(name)
         elif match := _LOADERS.fullmatch(name):
             loaders[match.group(1)] = directory.pickle(name)
-    has_step = directory.named is not None and directory.named.run.step is not None
-    lacking = [*([] if has_step else [NO_STEP]), "the position in the data" + (_IN_EXTRA if loaders else "")]
+    lacking = [NO_STEP] if directory.step is None else []
+    lacking.append("the position in the data" + (_IN_EXTRA if loaders else ""))
     lacking += [
         f"the order of shuffled data, as '{name}' is a pickle of Accelerate's own classes, which is not read"
         for name in sorted(directory.names)
@@ -91,18 +91,12 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
     states = states_of_rank(directory, _ACCELERATE_RNG, ACCELERATE_KEYS)
     if "accelerator" in request.kinds and "step" in states.others:
         parts["accelerator"] = {"step": states.others["step"]}  # counted batches, for `prepared_state`
-    return ForeignCheckpoint(
-        path=path,
-        files=directory.files,
-        files_of_rank=directory.files_of_rank,
-        has_order=directory.has_order,
-        named=directory.named,
-        step=None if directory.named is None else directory.named.run.step,
-        components=directory.components(parts),
+    return directory.checkpoint(
+        directory.components(parts),
+        step=directory.step,
         extra={**directory.extra(), **loaders} or None,
         rng=states.rng,
         lacking=(*lacking, *states.lacking),
-        differences=tuple(directory.differences),
     )
 
 
@@ -140,31 +134,21 @@ def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpo
     progress = directory.json(_STATE) or {}
     states = states_of_rank(directory, _TRAINER_RNG, TRAINER_KEYS)
     step = _checked(progress, "global_step", int, path)
-    if step is None and directory.named is not None:
-        step = directory.named.run.step
-    return ForeignCheckpoint(
-        path=path,
-        files=directory.files,
-        files_of_rank=directory.files_of_rank,
-        named=directory.named,
-        has_order=directory.has_order,
+    if step is None:
+        step = directory.step
+    return directory.checkpoint(
+        directory.components(parts),
         step=step,
-        components=directory.components(parts),
         companions=directory.companions({_STATE}),
         extra={**directory.extra(), **progress},
         rng=states.rng,
         epochs=_checked(progress, "epoch", float, path),
         lacking=states.lacking if step is not None else (NO_STEP, *states.lacking),
-        differences=tuple(directory.differences),
     )
 
 
 def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> Any:
-    """Return a number from 0 in Trainer's own progress; None if it has none.
-
-    Raises:
-        DamagedCheckpointError: The value is something else.
-    """
+    """Return a number from 0 in Trainer's own progress; None if it has none. Anything else is damage."""
     value = progress.get(key)
     if value is None:
         return None
@@ -212,14 +196,10 @@ def read_partitioned_directory(path: str, request: ForeignRequest) -> ForeignChe
         name: _with_numbers(state) if request.kinds.get(name, name) == "scheduler" else state
         for name, (_, state) in found.components.items()
     }
-    step = run.run.step if run.run.step is not None else step_of(found.extra)[0]
-    return ForeignCheckpoint(
-        path=path,
-        files=directory.files,
-        named=directory.named,
-        has_order=False,
+    step = directory.step if directory.step is not None else step_of(found.extra)[0]
+    return directory.checkpoint(
+        components,
         step=step,
-        components=components,
         companions=directory.companions(()),
         extra=found.extra or None,
         lacking=(*([NO_STEP] if step is None else []), LACKS_RNG),
@@ -348,8 +328,7 @@ def own_rng_state(saved: Any, keys: Mapping[str, str], path: str) -> dict[str, A
         StateDictMismatchError: numpy's global generator is another kind here.
     """
     try:
-        states = {own: saved[name] for name, own in keys.items() if name in saved}
-        state = {name: _CONVERTERS[name](value) for name, value in states.items()}
+        state = {own: _CONVERTERS[own](saved[name]) for name, own in keys.items() if name in saved}
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DamagedCheckpointError(
             f"'{path}' is damaged: it does not contain random number generator states ({error!r:.200}). "
@@ -612,10 +591,8 @@ def _keys_of(name: str) -> list[str]:
 
 def _in_order(keys: list[str], entries: Mapping[str, Any]) -> list[str]:
     """List the entries under some keys, or in lists under them, each once."""
-    found: dict[str, None] = {}
-    for key in keys:
-        found |= {at: None for at in entries if at == key or (key in _LISTS and at.startswith(f"{key}."))}
-    return list(found)
+    found = (at for key in keys for at in entries if at == key or (key in _LISTS and at.startswith(f"{key}.")))
+    return list(dict.fromkeys(found))
 
 
 def _fits(value: Any, kind: PartKind) -> bool:

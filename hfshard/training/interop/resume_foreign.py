@@ -25,7 +25,7 @@ from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint, ForeignRequest
 from hfshard.training.interop.foreign_optimizer import named_optimizer_state
-from hfshard.training.interop.foreign_readers import Reader, is_partitioned_directory, reader_of
+from hfshard.training.interop.foreign_readers import is_partitioned_directory, reader_of
 from hfshard.training.interop.named_run import NamedRun, is_unread
 from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import (
@@ -40,13 +40,14 @@ from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.nested import find_in
 from hfshard.training.state.rng import check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState, is_spread_state
+from hfshard.training.state.training_state import TrainingState, is_spread_state, name_prefix
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 20
 
 
+@torch.inference_mode(False)  # what is restored will be trained
 def resume_foreign(
     state: TrainingState,
     place: str,
@@ -86,36 +87,22 @@ def resume_foreign(
             f"public_key is only for hfshard checkpoints, but {place!r:.500} is another program's. Check it with "
             "model_signing verify, and leave out the key."
         )
-    with torch.inference_mode(False):  # what is restored will be trained
-        return _resume(state, place, reader, keys or {}, session, strict=strict, verify=verify)
-
-
-def _resume(
-    state: TrainingState,
-    path: str,
-    reader: Reader | None,
-    keys: Mapping[str, str],
-    session: Session,
-    *,
-    strict: bool,
-    verify: Level,
-) -> RestoredStep:
     assert reader is not None  # every rank has one
     is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
     stage = None if session.is_alone else find_stage(state, session)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
-    has_names = is_partitioned_directory(path)
+    has_names = is_partitioned_directory(place)
     if any(session.all_of(is_stage or (is_spread and not has_names))):
         raise InvalidArgumentError(
-            f"'{path}' is another program's checkpoint, but the model is spread over ranks. Restore it in one process, "
-            "with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on "
-            "all ranks.",
-            path=path,
+            f"'{place}' is another program's checkpoint, but the model is spread over ranks. Restore it in one "
+            "process, with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that "
+            "step on all ranks.",
+            path=place,
         )
-    request = ForeignRequest(state.kinds, keys, strict, verify, session.position, session.world_size)
+    request = ForeignRequest(state.kinds, keys or {}, strict, verify, session.position, session.world_size)
 
     def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
-        foreign = with_positions(reader(path, request), state)
+        foreign = with_positions(reader(place, request), state)
         restoration = plan_foreign(state, foreign, strict=strict, layouts=StateLayouts(state) if is_spread else None)
         foreign.confirm()
         return foreign, restoration, foreign.fingerprint()
@@ -123,13 +110,11 @@ def _resume(
     foreign, restoration, fingerprint = session.each(planned)
     if len(set(session.all_of(fingerprint))) > 1:
         raise CheckpointChangedError(
-            f"The ranks see different files in '{path}'. Nothing was restored. Make all ranks see the same files.",
-            path=path,
+            f"The ranks see different files in '{place}'. Nothing was restored. Make all ranks see the same files.",
+            path=place,
         )
-    for difference in restoration.differences:
-        logger.warning("%s", difference)
     if restoration.lacking:
-        logger.warning("'%s' lacks %s.", path, shorten_list(restoration.lacking, _SHOWN))
+        logger.warning("'%s' lacks %s.", place, shorten_list(restoration.lacking, _SHOWN))
     restoration.apply(session)
     return restoration.restored(foreign.step or 0, foreign.path, {})
 
@@ -163,10 +148,8 @@ def plan_foreign(
     )
     kinds: dict[str, Any] = dict(state.kinds)
     saved = {name: {"kind": kinds.get(name), "state": value} for name, value in foreign.components.items()}
-    check_components(
-        state, saved, foreign.path, restoration.differences, (), strict=strict, may_lack=unsaved_components(state)
-    )
-    planner = PartPlanner(state, saved, foreign.path, restoration, strict=strict)
+    check_components(state, saved, restoration, (), strict=strict, may_lack=unsaved_components(state))
+    planner = PartPlanner(state, saved, restoration, strict=strict)
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         _plan(planner, name, foreign, layouts)
@@ -234,11 +217,7 @@ def _as_wide(tensor: torch.Tensor, own: Any) -> torch.Tensor:
 
 
 def _reject_narrow(tensors: Mapping[str, torch.Tensor], own: Mapping[str, Any], foreign: ForeignCheckpoint) -> None:
-    """Reject a model with fewer bits than the masters, which is another one than was trained.
-
-    Raises:
-        StateDictMismatchError: It is such a model.
-    """
+    """Reject a model with fewer bits than the masters, which is another one than was trained."""
     for name, tensor in tensors.items():
         now = own[name].dtype if isinstance(own.get(name), torch.Tensor) else tensor.dtype
         if tensor.is_floating_point() and now.is_floating_point and now.itemsize < tensor.dtype.itemsize:
@@ -268,11 +247,8 @@ def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint, kept_of: Ma
             continue
         names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
         matched = match_prefixes(names, collect_state_dict(module).keys())
-        prefix = "" if component == "model" else f"{component}:"
-        for name in names:
-            own = kept_of.get(f"{prefix}{matched[name]}", f"{prefix}{matched[name]}")
-            if own in known:
-                yield own
+        full = [name_prefix(component) + matched[name] for name in names]
+        yield from (own for name in full if (own := kept_of.get(name, name)) in known)
 
 
 # Position of a data loader, from the epochs that another program counted.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -39,6 +38,7 @@ from hfshard.training.state.optimizer import (
     plan_optimizer,
     regroup,
     reject_sharded_state,
+    trained_parameters,
 )
 from hfshard.training.state.pending_loads import PendingLoad
 from hfshard.training.state.reordering import (
@@ -147,15 +147,17 @@ class Restoration:
             self.without_gradients = [parameter for module in modules for parameter in module.parameters()]
 
     def apply(self, session: Session) -> None:
-        """Load everything on all ranks, the random number generators last. Every rank must call.
+        """Report the differences, and load everything on all ranks, the generators last. Every rank must call.
 
         Raises:
             StateDictMismatchError: An object refused its state, and nothing was changed.
             RankFailedError: An object refused its state on another rank.
             KeyboardInterrupt: Ctrl-C was pressed during the load, and everything is restored: all of it was in memory.
         """
+        for difference in self.differences:
+            logger.warning("%s", difference)
         with delay_interrupt():
-            load_all(self.objects, self.pending_loads, self.directory, session)
+            self._load_all(session)
             with all_or_nothing(session):
                 for parameter in self.without_gradients:
                     parameter.grad = None  # their gradients belong to another step than the resumed one
@@ -170,6 +172,30 @@ class Restoration:
                 shorten_list(self.frozen, _SHOWN, quote=True),
                 "is" if len(self.frozen) == 1 else "are",
             )
+
+    def _load_all(self, session: Session) -> None:
+        """Load everything on every rank, or nothing on any."""
+        undo: list[Undo] = []
+        weights = [one for one in self.pending_loads if one.undo is None]
+        is_kept = any(session.all_of(any(one.may_refuse for one in weights)))
+        with all_or_nothing(session, undo):
+            # The largest object comes last: if nothing can refuse after it, no copy of its state is needed.
+            in_order = sorted(self.objects, key=lambda one: one.nbytes)
+            last = in_order[-1:] if session.world_size == 1 and not is_kept else []
+            for one in in_order[: len(in_order) - len(last)]:
+                undo.append(partial(one.put_back, one.now()))
+                one.load()
+            for pending_load in self.pending_loads:
+                if pending_load.undo is not None:
+                    undo.append(pending_load.undo)
+                    _run(pending_load, self.directory)
+            for one in last:
+                one.load()
+        with all_or_nothing(session, undo):
+            if is_kept:  # weights that nothing can refuse need no copy
+                undo += [load.keep() for load in weights if load.keep is not None]
+            for load in weights:
+                _run(load, self.directory, "Nothing was restored" if is_kept else "It may be half restored")
 
     def restored(self, step: int, path: str, metrics: dict[str, float]) -> RestoredStep:
         """Return the step that `CheckpointManager.restore` returns.
@@ -186,33 +212,22 @@ class Restoration:
         return restored
 
 
+@dataclass
 class PartPlanner:
     """Compares the decoded states of parts with those that were built, and notes how they are loaded."""
 
-    def __init__(
-        self,
-        state: TrainingState,
-        saved: Mapping[str, dict[str, Any]],
-        directory: str,
-        restoration: Restoration,
-        *,
-        strict: bool,
-    ) -> None:
-        """Prepare to plan the parts of a state.
+    state: TrainingState
+    """Built as for the run that was saved; it is not changed."""
+    saved: Mapping[str, dict[str, Any]]
+    """Name of a part -> its entry: `kind`, `state`, and for some parts `order`."""
+    restoration: Restoration
+    """Receives the loads, and without strict the differences."""
+    strict: bool = field(kw_only=True)
+    """Reject any difference."""
 
-        Args:
-            state: Built as for the run that was saved; it is not changed.
-            saved: Name of a part -> its entry: `kind`, `state`, and for some parts `order`.
-            directory: The checkpoint's directory, for messages.
-            restoration: Receives the loads, and without strict the differences.
-            strict: Reject any difference.
-        """
-        self.state = state
-        self.saved = saved
-        self.parameter_names = state.parameter_names()
-        self.directory = directory
-        self.restoration = restoration
-        self.strict = strict
+    def __post_init__(self) -> None:
+        self.parameter_names = self.state.parameter_names()
+        self.directory = self.restoration.directory
 
     def plan(self, name: str, value: Any) -> None:
         """Plan one part.
@@ -236,14 +251,13 @@ class PartPlanner:
         kind = self.state.kinds[name]
         restoration = self.restoration
         if kind in ("stateful", "loader"):
-            check_object(name, part, value, self.directory, self.strict)
+            _check_object(self, name, value)
             if kind == "stateful":
-                value = reordered_state(name, self.state, self.saved, self.directory, value)
+                value = _reordered_state(self, name, value)
             restoration.objects.append(StatefulLoad(name, part, value, self.directory))
             return
         if kind == "module":
-            masters = self.state.masters
-            load = plan_module(name, part, value, self.directory, restoration.differences, masters, strict=self.strict)
+            load = _plan_module(self, name, value)
         elif kind == "optimizer":
             reject_sharded_state(part, name)
             value = regroup(value, part, self.parameter_names, name, self.directory)
@@ -251,15 +265,13 @@ class PartPlanner:
             if self.state.is_flattened:
                 value = local_states(self.state, name, value, self.parameter_names, self.directory)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
-            trained = chain.from_iterable(group["params"] for group in part.param_groups)
-            frozen = [self.parameter_names[id(one)] for one in trained if not one.requires_grad]
+            frozen = [self.parameter_names[id(one)] for one in trained_parameters(part) if not one.requires_grad]
             restoration.frozen += [parameter for parameter in frozen if value["state"].get(parameter)]
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
         else:
-            reorderings = find_reorderings(name, self.state, self.saved, self.directory)
-            load = plan_scheduler(part, value, name, self.directory, reorderings)
+            load = plan_scheduler(part, value, name, self.directory, _find_reorderings(self, name))
         restoration.pending_loads.append(load)
 
 
@@ -267,33 +279,6 @@ class PartPlanner:
 
 
 Undo = Callable[[], None]
-
-
-def load_all(
-    objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str, session: Session
-) -> None:
-    """Load everything on every rank, or nothing on any. Every rank must call.
-
-    Args:
-        objects: The user's own objects.
-        pending_loads: The checked loads; those of weights have no undo.
-        directory: The checkpoint's directory, for messages.
-        session: That of the ranks that restore.
-
-    Raises:
-        StateDictMismatchError: An object refused its state.
-        RankFailedError: An object refused its state on another rank.
-    """
-    undo: list[Undo] = []
-    weights = [one for one in pending_loads if one.undo is None]
-    is_kept = any(session.all_of(any(one.may_refuse for one in weights)))
-    with all_or_nothing(session, undo):
-        _load_parts(objects, pending_loads, directory, undo, is_last=session.world_size == 1 and not is_kept)
-    with all_or_nothing(session, undo):
-        if is_kept:  # weights that nothing can refuse need no copy
-            undo += [one.keep() for one in weights if one.keep is not None]
-        for one in weights:
-            _run(one, directory, "Nothing was restored" if is_kept else "It may be half restored")
 
 
 @contextmanager
@@ -323,42 +308,8 @@ def all_or_nothing(session: Session, undo: Sequence[Undo] = ()) -> Iterator[None
         raise
 
 
-def _load_parts(
-    objects: Sequence[StatefulLoad],
-    pending_loads: Sequence[PendingLoad],
-    directory: str,
-    undo: list[Undo],
-    *,
-    is_last: bool,
-) -> None:
-    """Load everything that may be refused, and note how it is undone.
-
-    The largest object comes last: if nothing can refuse after it (`is_last`), no copy of its state is needed.
-    """
-    in_order = sorted(objects, key=lambda one: one.nbytes)
-    last = in_order[-1:] if is_last else []
-    for one in in_order[: len(in_order) - len(last)]:
-        undo.append(partial(one.put_back, one.now()))
-        one.load()
-    for pending_load in pending_loads:
-        if pending_load.undo is not None:
-            undo.append(pending_load.undo)
-            _run(pending_load, directory)
-    for one in last:
-        one.load()
-
-
 def _run(pending_load: PendingLoad, directory: str, outcome: str = "Nothing was restored") -> None:
-    """Load a part.
-
-    Args:
-        pending_load: Its planned load.
-        directory: The checkpoint's directory, for messages.
-        outcome: A description of what an error leaves behind.
-
-    Raises:
-        StateDictMismatchError: The part raised an error of any kind.
-    """
+    """Load a part; `outcome` describes what an error of any kind leaves behind."""
     try:
         pending_load.load()
     except HfshardError:
@@ -409,8 +360,7 @@ def parts_of_other_ranks(state: TrainingState, own: Mapping[str, Any], *, is_sam
 def check_components(
     state: TrainingState,
     saved: Mapping[str, Any],
-    directory: str,
-    differences: list[str],
+    restoration: Restoration,
     elsewhere: Collection[str],
     *,
     strict: bool,
@@ -421,8 +371,7 @@ def check_components(
     Args:
         state: The state that is restored.
         saved: The components of the checkpoint.
-        directory: The checkpoint's directory, for messages.
-        differences: Receives descriptions of them.
+        restoration: Receives descriptions of them.
         elsewhere: Parts that other ranks have saved for themselves.
         strict: Reject any of them.
         may_lack: Parts that the checkpoint need not have.
@@ -430,6 +379,7 @@ def check_components(
     Raises:
         StateDictMismatchError: strict, and there is a difference.
     """
+    directory, differences = restoration.directory, restoration.differences
     wanted = [name for name in state.components if name in saved or name not in may_lack]
     for name in wanted:
         if name in elsewhere:
@@ -471,12 +421,9 @@ def unsaved_components(state: TrainingState) -> frozenset[str]:
     return frozenset(gradients.union(state.of_kind("loader")))
 
 
-def check_object(name: str, part: Any, value: Any, directory: str, strict: bool) -> None:
-    """Check that an object would accept its state.
-
-    Raises:
-        StateDictMismatchError: It would not.
-    """
+def _check_object(planner: PartPlanner, name: str, value: Any) -> None:
+    """Check that an object would accept its state."""
+    part, directory = planner.state.components[name], planner.directory
     if isinstance(part, torch.amp.GradScaler) and part.is_enabled() != bool(value):
         raise StateDictMismatchError(
             f"'{name}' is a GradScaler that is {'on' if part.is_enabled() else 'off'}, but was not when the checkpoint "
@@ -491,7 +438,7 @@ def check_object(name: str, part: Any, value: Any, directory: str, strict: bool)
     except StateDictMismatchError as error:
         raise StateDictMismatchError(
             f"'{name}' does not fit the checkpoint '{directory}': {error.message}"
-            f"{' Nothing was restored.' if strict else ''}",
+            f"{' Nothing was restored.' if planner.strict else ''}",
             path=directory,
             expected=error.expected,
             actual=error.actual,
@@ -505,32 +452,9 @@ _SHOWN: Final = 5
 """The number of dtypes or names that a message lists."""
 
 
-def plan_module(
-    name: str,
-    module: nn.Module,
-    saved: dict[str, Any],
-    directory: str,
-    differences: list[str],
-    masters: Masters | None = None,
-    *,
-    strict: bool,
-) -> PendingLoad:
-    """Compare a module's tensors with the saved ones, and return the load that assigns them.
-
-    Args:
-        name: The module's name in the training state.
-        module: The module that was built, with or without wrappers. It is not changed before the load.
-        saved: Name -> what was saved.
-        directory: The checkpoint's directory, for messages.
-        differences: Without strict, receives descriptions of what does not fit.
-        masters: Those of the training state; None: there are none.
-        strict: Reject any difference.
-
-    Raises:
-        StateDictMismatchError: strict, and something differs; or two different tensors would become one.
-    """
-    module = unwrap(module)
-    masters = masters or {}
+def _plan_module(planner: PartPlanner, name: str, saved: dict[str, Any]) -> PendingLoad:
+    """Compare a module's tensors with the saved ones by name, and return the load that assigns them."""
+    module, directory, masters = unwrap(planner.state.components[name]), planner.directory, planner.state.masters
     reject_offloaded(module)
     own = collect_run_tensors(module, masters)
     reject_freed(own)
@@ -538,14 +462,19 @@ def plan_module(
     reject_expanded(module, tensors, directory)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     missing = tuple(key for key in difference.missing if key not in ignored)
-    dtypes = _dtype_differences(tensors, own)
+    dtypes = [
+        f"{key} was {tensor.dtype}, and is {current.dtype}"
+        for key, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and isinstance(current := own.get(key), torch.Tensor)
+        if current.dtype != tensor.dtype
+    ]
     if missing or difference.unexpected or difference.mismatched or dtypes:
         parts = [text for text in (difference.summary(), "; ".join(dtypes[:_SHOWN])) if text]
         message = (
             f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. Build it as in the saved run, or "
             "pass strict=False to load what fits."
         )
-        if strict:
+        if planner.strict:
             raise StateDictMismatchError(
                 message + " Nothing was restored.",
                 path=directory,
@@ -553,7 +482,7 @@ def plan_module(
                 unexpected_keys=difference.unexpected,
                 mismatched_keys=difference.mismatched,
             )
-        differences.append(message)
+        planner.restoration.differences.append(message)
         mismatched = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in mismatched}
     is_of_deepspeed = "deepspeed" in sys.modules
@@ -561,18 +490,6 @@ def plan_module(
         partial(assign_run_tensors, module, tensors, masters) if is_of_deepspeed else partial(assign, module, tensors)
     )
     return PendingLoad(name, load, keep=partial(keep_module, module, masters), may_refuse=may_refuse(module))
-
-
-def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Describe the tensors whose dtype differs from the module's."""
-    found: list[str] = []
-    for key, tensor in tensors.items():
-        current = own.get(key)
-        if not (isinstance(current, torch.Tensor) and isinstance(tensor, torch.Tensor)):
-            continue
-        if current.dtype != tensor.dtype:
-            found.append(f"{key} was {tensor.dtype}, and is {current.dtype}")
-    return found
 
 
 # Copies of a module's tensors in host memory, in case a hook of the module refuses those of a checkpoint.
@@ -589,10 +506,16 @@ def may_refuse(module: nn.Module) -> bool:
 
 def keep_module(module: nn.Module, masters: Masters) -> Callable[[], None]:
     """Copy a module's tensors and extra states, and return a function that restores them."""
-    held = list(_tensors(module))
+    held = [
+        (owner, name, tensor)
+        for owner in module.modules()
+        for named in (owner.named_parameters, owner.named_buffers)
+        for name, tensor in named(recurse=False, remove_duplicate=False)
+    ]
     copies = {id(tensor): _own_part(tensor).to("cpu", copy=True) for _, _, tensor in held if not tensor.is_meta}
     parts = keep_parts(module, masters)
-    extras = [(one, copy.deepcopy(one.get_extra_state())) for one in module.modules() if _has_extra_state(one)]
+    has_state = [one for one in module.modules() if type(one).get_extra_state is not nn.Module.get_extra_state]
+    extras = [(one, copy.deepcopy(one.get_extra_state())) for one in has_state]
 
     def put_back() -> None:
         for owner, name, tensor in held:
@@ -604,18 +527,12 @@ def keep_module(module: nn.Module, masters: Masters) -> Callable[[], None]:
         for part, before in parts:
             part.copy_(before)
         for owner, state in extras:
-            _put_back_extra(owner, state)
+            try:
+                owner.set_extra_state(state)
+            except Exception as error:  # noqa: BLE001 - the first refusal is being raised
+                logger.error("Cannot undo the load of a %s's extra state: %s", type(owner).__name__, error)
 
     return put_back
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield each parameter and buffer with the module that owns it and its name there."""
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield owner, name, parameter
-        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            yield owner, name, buffer
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -638,36 +555,13 @@ def _is_harmless(hook: Any) -> bool:
     return module == weight_norm.__module__ or str(module).startswith("torch.distributed.fsdp.")
 
 
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def _put_back_extra(module: nn.Module, state: Any) -> None:
-    try:
-        module.set_extra_state(state)
-    except Exception as error:  # noqa: BLE001 - the first refusal is being raised
-        logger.error("Cannot undo the load of a %s's extra state: %s", type(module).__name__, error)
-
-
 # Comparison of the orders of groups and parameters with a checkpoint's, for everything that is matched by position.
 
 
-_NONE: Final[frozenset[str]] = frozenset()
-
-
-def find_reorderings(
-    name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str
-) -> list[Reordering]:
-    """Find the optimizers of a scheduler, or of another object, whose groups are in another order than when saved.
-
-    Args:
-        name: The object's name in the training state.
-        state: The training state.
-        saved: The components of the checkpoint, as they were read.
-        path: The checkpoint's path, for messages.
-    """
+def _find_reorderings(planner: PartPlanner, name: str) -> list[Reordering]:
+    """Find the optimizers of a scheduler, or of another object, whose groups are in another order than when saved."""
+    state, saved = planner.state, planner.saved
     part = state.components[name]
-    names = state.parameter_names()
     components = {id(one): component for component, one in state.of_kind("optimizer").items()}
     held = held_optimizers(part)
     if not held and state.kinds[name] == "scheduler":  # it may have one that was not found
@@ -678,41 +572,29 @@ def find_reorderings(
         component = components.get(id(optimizer), "")
         before = saved[component]["state"]["groups"] if saved.get(component, {}).get("kind") == "optimizer" else None
         if before is not None:
-            now = group_names(optimizer, names, component)
+            now = group_names(optimizer, planner.parameter_names, component)
             positions = related_positions(now, [group["params"] for group in before])
             is_same = positions == tuple(range(len(now)))
             counts = frozenset({len(now), len(before)})
         else:
             positions = None
-            is_same = _is_same_order(name, state, saved)
+            is_same = _is_same_order(planner, name)
             counts = frozenset({len(optimizer.param_groups)})
         if not is_same:
-            known = PER_GROUP if len(held) == 1 or own is optimizer else _NONE
+            known = PER_GROUP if len(held) == 1 or own is optimizer else frozenset[str]()
             owners = f"groups of '{component}'" if component else "groups of its optimizer"
-            found.append(Reordering(name, owners, path, positions, counts, known))
+            found.append(Reordering(name, owners, planner.directory, positions, counts, known))
     return found
 
 
-def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str, value: Any) -> Any:
-    """Return the state of a user's object in the current order.
-
-    Args:
-        name: The object's name in the training state.
-        state: The training state.
-        saved: The components of the checkpoint, as they were read.
-        path: The checkpoint's path, for messages.
-        value: The object's state, decoded.
-
-    Raises:
-        StateDictMismatchError: It has entries for some parameters or groups by position, and these are in another
-            order now.
-    """
-    part = state.components[name]
-    for reordering in find_reorderings(name, state, saved, path):
-        value = reordering.apply(value, part.state_dict())
-    if _is_same_order(name, state, saved):
+def _reordered_state(planner: PartPlanner, name: str, value: Any) -> Any:
+    """Return the state of a user's object in the current order; reject entries by position if that is unknown."""
+    path = planner.directory
+    for reordering in _find_reorderings(planner, name):
+        value = reordering.apply(value, planner.state.components[name].state_dict())
+    if _is_same_order(planner, name):
         return value
-    models = [list(module.parameters()) for module in state.of_kind("module").values()]
+    models = [list(module.parameters()) for module in planner.state.of_kind("module").values()]
     tests = [is_per_parameter(parameters) for parameters in models]
     place = find_in(value, lambda one: any(is_one_each(one) for is_one_each in tests))
     if place is not None:
@@ -725,7 +607,7 @@ def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[st
     return value
 
 
-def _is_same_order(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]]) -> bool:
+def _is_same_order(planner: PartPlanner, name: str) -> bool:
     """Return whether the orders that an object's positions may refer to equal the checkpoint's, if it states them."""
-    before = saved[name].get("order")
-    return before is None or before == state.order_digest(name)
+    before = planner.saved[name].get("order")
+    return before is None or before == planner.state.order_digest(name)

@@ -6,10 +6,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from hfshard._util.call_ranks import Session
 from hfshard.checkpoint.folder import Folder
@@ -35,7 +34,8 @@ from hfshard.training.restoring.spread_read import StateLayouts, read_local_part
 from hfshard.training.run.manifest import TRAINING_STATE, CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.flat_optimizer import with_flat_groups
-from hfshard.training.state.nested import decode, tensor_names
+from hfshard.training.state.nested import as_damage_of, decode, tensor_names
+from hfshard.training.state.optimizer import trained_parameters
 from hfshard.training.state.rng import check_rng_state, reject_unreduced, seed_from_state, set_rng_state
 from hfshard.training.state.training_state import TrainingState
 
@@ -90,15 +90,14 @@ def plan_restoration(
         take_converted(state, saved)
     elsewhere = parts_of_other_ranks(state, own, is_same_number=len(saved_ranks) == session.world_size)
     may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
-    check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
-    read = part_reader(folder, manifest, own_rank, StateLayouts(state) if is_spread else None)
+    check_components(state, saved, restoration, elsewhere, strict=strict, may_lack=may_lack)
+    read = partial(read_set, folder, manifest, own_rank, StateLayouts(state) if is_spread else None)
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)
         wanted = _names_in([saved, own["rng"], saved_state["extra"]], path).__contains__
     tensors = read(STATE_BASE, wanted)
-    parts = PartPlanner(state, saved, directory, restoration, strict=strict)
-    planner = _Planner(parts, read, path, tensors, stage, own.get("buffers"))
+    planner = PartPlanner(state, saved, restoration, strict=strict)
     if (
         stage is None
         and len(saved_ranks) != session.world_size
@@ -117,7 +116,7 @@ def plan_restoration(
         if name in saved and saved[name].get("kind") == state.kinds[name] and name not in elsewhere
     ]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
-        planner.plan(name)
+        _plan_component(planner, name, read, path, tensors, stage, own.get("buffers"))
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
     restoration.follow(state, common)
     if rng is not None or not restoration.lacking:
@@ -129,22 +128,17 @@ def plan_restoration(
 # The tensors of the checkpoint, one set of files after another.
 
 
-class ReadPart(Protocol):
-    """Reads one set of tensors of a checkpoint."""
-
-    def __call__(
-        self, base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """Return name -> tensor, of the wanted names or of all.
-
-        Tensors that are only copied from (`is_copied`) may be mapped files.
-        """
-
-
-def part_reader(
-    folder: Folder, manifest: CheckpointManifest, own_rank: int, layouts: StateLayouts | None = None
-) -> ReadPart:
-    """Build the function that reads the tensors of one set of files.
+def read_set(
+    folder: Folder,
+    manifest: CheckpointManifest,
+    own_rank: int,
+    layouts: StateLayouts | None,
+    base: str,
+    is_wanted: Callable[[str], bool] | None = None,
+    *,
+    is_copied: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Read the tensors of one set of files, by name.
 
     Tensors with which the training continues are read into memory: a mapped file would keep its disk space after its
     checkpoint was removed by rotation.
@@ -154,79 +148,59 @@ def part_reader(
         manifest: The checkpoint's manifest.
         own_rank: The rank whose own random numbers and positions are read.
         layouts: Those of a state that is spread over ranks, of which this rank's parts are read.
+        base: The set.
+        is_wanted: Selects names; None: all.
+        is_copied: Whether the tensors are only copied from, and may be mapped files.
     """
     verify: Verify = "full" if folder.traits.verifies_reads else "structure"
-
-    def read(
-        base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
-    ) -> dict[str, torch.Tensor]:
-        names = WeightNames(base=base)
-        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
-        if entry is None:
-            return {}
-        with open_checkpoint(folder, use_safetensors=True, base=base, weights_name=entry, verify=verify) as checkpoint:
-            if layouts is not None:
-                return read_local_parts(checkpoint, base, layouts, own_rank, is_wanted)
-            return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
-
-    return read
+    names = WeightNames(base=base)
+    entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
+    if entry is None:
+        return {}
+    with open_checkpoint(folder, use_safetensors=True, base=base, weights_name=entry, verify=verify) as checkpoint:
+        if layouts is not None:
+            return read_local_parts(checkpoint, base, layouts, own_rank, is_wanted)
+        return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
 
 
-class _Planner:
-    """Decodes the saved state of one component after another, and plans it."""
+def _plan_component(
+    planner: PartPlanner,
+    name: str,
+    read: Callable[..., dict[str, torch.Tensor]],
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    stage: StageNames | None,
+    buffers: Any,
+) -> None:
+    """Decode the saved state of one component, and plan it.
 
-    def __init__(
-        self,
-        parts: PartPlanner,
-        read: ReadPart,
-        path: str,
-        tensors: Mapping[str, torch.Tensor],
-        stage: StageNames | None,
-        buffers: Any,
-    ) -> None:
-        self.parts = parts
-        self.buffers = buffers
-        """Buffers that this rank has saved for itself, encoded, by the names of their modules; or None."""
-        self.read = read
-        self.path = path
-        self.tensors = tensors
-        self.stage = stage
-
-    def plan(self, name: str) -> None:
-        """Plan one component.
-
-        Raises:
-            StateDictMismatchError: strict, and it does not fit.
-            DamagedCheckpointError: The saved state is not what hfshard writes.
-        """
-        saved = self.parts.saved[name]["state"]
-        tensors = self.tensors
-        if name == "optimizer":
-            wanted = None if self.stage is None else _names_in(saved, self.path)
-            part = self.parts.state.components[name]
-            is_wanted = None if wanted is None else wanted.__contains__
-            tensors = {**tensors, **self.read(name, is_wanted, is_copied=_is_on_accelerators(part))}
-        value = decode(saved, tensors, self.path)
-        try:
-            if name == "model":
-                is_here = None if self.stage is None else partial(self.stage.is_here, name)
-                value |= self.read(MODEL_BASE, is_here, is_copied=True)
-            if self.buffers is not None and self.parts.state.kinds[name] == "module":
-                value |= decode(self.buffers, tensors, self.path).get(name, {})
-            self.parts.plan(name, value)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, HfshardError):
-                raise
-            raise DamagedCheckpointError(
-                f"'{self.path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). "
-                f"{_REMEDY}",
-                path=self.path,
-            ) from error
-
-
-def _is_on_accelerators(optimizer: Optimizer) -> bool:
-    """Return whether no parameter is in host memory, so that all of the state is copied to another device."""
-    return all(one.device.type != "cpu" for group in optimizer.param_groups for one in group["params"])
+    Args:
+        planner, name, path, stage: The plan's; the path is that of the training state.
+        read: `read_set`, for this checkpoint.
+        tensors: Those of `STATE_BASE`.
+        buffers: Buffers that this rank has saved for itself, encoded, by the names of their modules; or None.
+    """
+    saved = planner.saved[name]["state"]
+    if name == planner.state.kinds[name] == "optimizer":
+        is_wanted = None if stage is None else _names_in(saved, path).__contains__
+        parameters = trained_parameters(planner.state.components[name])
+        is_copied = all(one.device.type != "cpu" for one in parameters)  # then all of the state is copied elsewhere
+        tensors = {**tensors, **read(name, is_wanted, is_copied=is_copied)}
+    value = decode(saved, tensors, path)
+    try:
+        if name == "model":
+            is_here = None if stage is None else partial(stage.is_here, name)
+            value |= read(MODEL_BASE, is_here, is_copied=True)
+        if buffers is not None and planner.state.kinds[name] == "module":
+            value |= decode(buffers, tensors, path).get(name, {})
+        planner.plan(name, value)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, HfshardError):
+            raise
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
+            path=path,
+        ) from error
 
 
 def _rng_update(rng: dict[str, Any], saved_ranks: int, session: Session, directory: str) -> Callable[[], None]:
@@ -269,9 +243,5 @@ def _parse_training_state(raw: bytes, path: str) -> dict[str, Any]:
 
 
 def _names_in(nested: Any, path: str) -> frozenset[str]:
-    try:
+    with as_damage_of(path):
         return frozenset(tensor_names(nested))
-    except (KeyError, TypeError) as error:
-        raise DamagedCheckpointError(
-            f"'{path}' is damaged: a value in it is not what hfshard writes ({error!r:.200}). {_REMEDY}", path=path
-        ) from error

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -40,6 +40,7 @@ Choose = Callable[[Collection[str]], ChosenCheckpoint | None]
 """Chooses a checkpoint, except those of some paths; None if there is none."""
 
 
+@torch.inference_mode(False)  # what is restored will be trained
 def resume(
     state: TrainingState,
     choose: Choose,
@@ -68,20 +69,6 @@ def resume(
         StateDictMismatchError, DamagedCheckpointError, SignatureError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    with torch.inference_mode(False):  # what is restored will be trained
-        return _resume_on_ranks(state, choose, session, signature, without, strict=strict, is_newest=is_newest)
-
-
-def _resume_on_ranks(
-    state: TrainingState,
-    choose: Choose,
-    session: Session,
-    signature: SignatureRequirement | None,
-    without: Collection[str],
-    *,
-    strict: bool,
-    is_newest: bool,
-) -> RestoredStep | None:
     is_spread = session.each(lambda: is_spread_state(state))
     stage = None if session.is_alone else find_stage(state, session)
     own, names = (state, None) if stage is None else (stage.state, stage.names)
@@ -128,8 +115,6 @@ def _resume_on_ranks(
     else:
         error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was being read. Retry.")
     session.agree(error)
-    for difference in restoration.differences:
-        logger.warning("%s", difference)
     restoration.apply(session)
     if session.is_leader:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
@@ -140,13 +125,7 @@ def _resume_on_ranks(
 def _all_signed(
     checkpoint: RunCheckpoint, manifest: CheckpointManifest, signature: SignatureRequirement | None
 ) -> Iterator[None]:
-    """Compare every file with what was signed before it is read, and check all of them again afterwards.
-
-    Raises:
-        SignatureError: There is no such signature, or a file differs, is missing, or was added.
-        CheckpointChangedError: The checkpoint was replaced during the check.
-        InvalidArgumentError: The checkpoint is in a store.
-    """
+    """Compare every file with what was signed before it is read, and check all of them again afterwards."""
     if signature is None:
         yield
         return
@@ -169,30 +148,26 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], session: Ses
     """Have the first rank choose a checkpoint, and return it on every rank."""
     chosen: list[ChosenCheckpoint] = []
 
-    def choose_and_describe() -> list[Any] | None:
+    def choose_and_describe() -> list[str] | None:
         found = choose()
         if found is None:
             return None
         chosen.append(found)
         checkpoint, manifest = found
-        return [checkpoint.path, checkpoint.step, manifest.to_json().decode()]
+        return [checkpoint.path, manifest.to_json().decode()]
 
     shared = session.first(choose_and_describe)
     if shared is None:
         _reject_others(choose, session)
     if shared is None or chosen:
         return chosen[0] if chosen else None
-    path, _, raw = shared
+    path, raw = shared
     manifest = CheckpointManifest.from_json(raw.encode(), path)
     return RunCheckpoint.of(path, manifest), manifest
 
 
 def _reject_others(choose: Callable[[], ChosenCheckpoint | None], session: Session) -> None:
-    """Reject a checkpoint that another rank sees if the first one sees none: the run would restart from scratch.
-
-    Raises:
-        CheckpointNotFoundError: A rank sees one; the message names the rank and the checkpoint.
-    """
+    """Reject a checkpoint that another rank sees if the first one sees none: the run would restart from scratch."""
     own = None if session.is_leader else _own_choice(choose)
     for rank, path in zip(session.ranks, session.all_of(own), strict=True):
         if path is not None:

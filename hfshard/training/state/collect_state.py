@@ -163,10 +163,9 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
     found = Components({}, {}, {}, state.masters)
     if state.is_flattened:
         state = with_named_states(state)
-    names = state.parameter_names()
     for name, kind in state.kinds.items():
         if kind != "loader" and name not in left_out:
-            found.encoded[name] = {"kind": kind, "state": _encode_component(name, kind, state, names, found)}
+            found.encoded[name] = {"kind": kind, "state": _encode_component(name, kind, state, found)}
             if (order := state.order_digest(name)) is not None:
                 found.encoded[name]["order"] = order
     return found
@@ -216,29 +215,24 @@ def save_options(max_shard_size: int | str, checksum: Checksum | None, progress:
     return SaveOptions(max_shard_size=max_shard_size, checksum=checksum, save_original_format=False, progress=progress)
 
 
-def _encode_component(
-    name: str, kind: PartKind, state: TrainingState, names: Mapping[int, str], found: Components
-) -> Any:
-    part = state.components[name]
-    if name == "model":
-        found.model.update(collect_run_tensors(part, state.masters))
-        return encode(_no_tensors(found.model), name, found.tensors)
+def _encode_component(name: str, kind: PartKind, state: TrainingState, found: Components) -> Any:
     if kind == "module":
-        return encode(collect_run_tensors(part, state.masters), name, found.tensors)
-    if kind == "optimizer":
-        is_main = name == "optimizer"
-        reject_unsaved(part, name, state.components.values())
-        tensors = found.optimizer_tensors if is_main else found.tensors
-        return encode_optimizer(part, names, name, tensors, "" if is_main else f"{name}/")
+        tensors = collect_run_tensors(state.components[name], state.masters)
+        if name == "model":  # its tensors are a set of their own; the rest is what `get_extra_state` returned
+            found.model.update(tensors)
+            tensors = {key: value for key, value in tensors.items() if not isinstance(value, torch.Tensor)}
+        return encode(tensors, name, found.tensors)
+    if kind == name == "optimizer":
+        return encode_alone(name, kind, state, "", found.optimizer_tensors)
     return encode_alone(name, kind, state, name, found.tensors)
 
 
 def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Encode a part that is not a module; `tensors` receives its tensors, named from `path`."""
+    """Encode a part that is not a module; `tensors` receives its tensors, named from `path`, if this is not empty."""
     part = state.components[name]
     if kind == "optimizer":
         reject_unsaved(part, name, state.components.values())
-        return encode_optimizer(part, state.parameter_names(), name, tensors, f"{path}/")
+        return encode_optimizer(part, state.parameter_names(), name, tensors, f"{path}/" if path else "")
     return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 
 
@@ -276,8 +270,3 @@ def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
     total_bytes = sum(map(tensor_nbytes, request.tensors.values()))
     frozen_bytes = sum(tensor_nbytes(request.tensors[name]) for name in frozen)
     return frozen if frozen_bytes >= _FROZEN_SHARE * total_bytes else frozenset()
-
-
-def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a module's `get_extra_state` returned that is not a tensor."""
-    return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}

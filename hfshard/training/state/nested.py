@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import base64
 import math
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
@@ -64,8 +65,15 @@ def decode(nested: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
     Raises:
         DamagedCheckpointError: It is not what `encode` writes, or a tensor is missing.
     """
-    try:
+    with as_damage_of(file):
         return decode_value(nested, tensors)
+
+
+@contextmanager
+def as_damage_of(file: str) -> Iterator[None]:
+    """Raise what reading an encoded value raises as a DamagedCheckpointError of the file that it is from."""
+    try:
+        yield
     except (LookupError, ValueError, TypeError, OverflowError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpointError(
             f"'{file}' is damaged: a value in it is not what hfshard writes ({error!r:.200}). "
@@ -169,26 +177,19 @@ class _Encoder:
     def torch_name(self, value: torch.dtype | torch.device, path: str, depth: int) -> Any:
         return _typed(type(value).__name__, value=str(value).removeprefix("torch."))
 
-    def array(self, value: Any, path: str, depth: int) -> Any:
-        if value.dtype.hasobject or value.dtype.fields is not None:
-            raise _refused(value, path, f"has the dtype {value.dtype}")
-        import numpy
-
-        flat = numpy.frombuffer(value.tobytes(), dtype=numpy.uint8).copy()
+    def array(self, value: Any, path: str) -> Any:
+        flat = np.frombuffer(value.tobytes(), dtype=np.uint8).copy()
         encoded_bytes = self.tensor(torch.from_numpy(flat), path)
         return _typed("ndarray", dtype=value.dtype.str, shape=list(value.shape), bytes=encoded_bytes)
 
-    def scalar(self, value: Any, path: str, depth: int) -> Any:
-        if value.dtype.hasobject or value.dtype.fields is not None:
-            raise _refused(value, path, f"has the dtype {value.dtype}")
-        return _typed("numpy", dtype=value.dtype.str, base64=base64.b64encode(value.tobytes()).decode())
-
     def _other(self, value: Any, path: str, depth: int) -> Any:
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and type(value) is numpy.ndarray:  # a masked one is more than its values
-            return self.array(value, path, depth)
-        if numpy is not None and isinstance(value, numpy.generic):
-            return self.scalar(value, path, depth)
+        is_array = type(value) is np.ndarray  # a masked one is more than its values
+        if is_array or isinstance(value, np.generic):
+            if value.dtype.hasobject or value.dtype.fields is not None:
+                raise _refused(value, path, f"has the dtype {value.dtype}")
+            if is_array:
+                return self.array(value, path)
+            return _typed("numpy", dtype=value.dtype.str, base64=base64.b64encode(value.tobytes()).decode())
         stand_in = self.on_object(value)
         if isinstance(stand_in, NotStored):
             return _typed("not_stored")
@@ -284,7 +285,8 @@ def decode_value(nested: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind in _SCALARS:
         return _SCALARS[kind](nested)
     if kind == "ndarray":
-        return _array(nested, decode_value(nested["bytes"], tensors))
+        raw = decode_value(nested["bytes"], tensors).numpy().tobytes()
+        return _numpy_values(raw, nested["dtype"]).reshape(nested["shape"]).copy()
     if kind == "object":
         return ObjectState(
             nested["class_name"], {key: decode_value(item, tensors) for key, item in nested["state"].items()}
@@ -368,19 +370,13 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _array(nested: dict[str, Any], raw: torch.Tensor) -> Any:
-    return _numpy_values(raw.numpy().tobytes(), nested["dtype"]).reshape(nested["shape"]).copy()
-
-
 def _numpy_values(raw: bytes, dtype: str) -> Any:
-    import numpy
-
-    kind = numpy.dtype(dtype)
+    kind = np.dtype(dtype)
     if kind.hasobject or kind.fields is not None:
         raise ValueError(f"the dtype {dtype!r}")
     if kind.itemsize == 0 or not raw:
-        return numpy.zeros(0, kind)
-    return numpy.frombuffer(raw, kind)
+        return np.zeros(0, kind)
+    return np.frombuffer(raw, kind)
 
 
 def _ordered(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:

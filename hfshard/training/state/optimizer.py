@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,33 +49,49 @@ def encode_optimizer(
         InvalidArgumentError: A parameter has no name.
         UnstorableTensorError: A value in its state cannot be stored, or torch cannot load it again.
     """
-    state_dict = optimizer.state_dict()
-    position_names = _position_names(optimizer, state_dict, names, component)
+    named = by_name(optimizer.state_dict(), group_names(optimizer, names, component), left_out=("params",))
     if _loads_as_torch(optimizer):
-        for key, value in state_dict["state"].items():
-            _reject_unloadable(value, component, position_names.get(key, key))
-    groups = []
-    for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups)):
-        options = {key: value for key, value in packed.items() if key != "params"}
-        groups.append(
-            {
-                "params": [_name_of(parameter, names, component, number) for parameter in group["params"]],
-                "options": encode(options, f"{prefix}param_groups/{number}", tensors),
-            }
-        )
-    state = {
-        position_names[key]: encode(value, f"{prefix}{position_names[key]}", tensors)
-        for key, value in state_dict["state"].items()
-        if key in position_names
-    }
-    others = {key: value for key, value in state_dict["state"].items() if key not in position_names}
-    more = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        for name, value in chain(named["state"].items(), named["others"].items()):
+            _reject_unloadable(value, component, name)
+    return {"class": type(optimizer).__qualname__, **encode_by_name(named, tensors, prefix)}
+
+
+def by_name(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], *, left_out: Collection[str]) -> dict[str, Any]:
+    """Return what an optimizer's `state_dict()` returned in the form that is stored: by the names of parameters.
+
+    Args:
+        saved: That state.
+        groups: The names of each group's parameters.
+        left_out: Keys of a group that are not options.
+    """
+    owners = names_of_positions(saved, groups)
     return {
-        "class": type(optimizer).__qualname__,
-        "groups": groups,
-        "state": state,
-        "others": encode(others, f"{prefix}others", tensors),
-        "more": encode(more, f"{prefix}more", tensors),
+        "groups": [
+            {"params": list(own), "options": {key: one for key, one in group.items() if key not in left_out}}
+            for group, own in zip(saved["param_groups"], groups)
+        ],
+        "state": {owners[key]: value for key, value in saved["state"].items() if key in owners},
+        "others": {key: value for key, value in saved["state"].items() if key not in owners},
+        "more": {key: value for key, value in saved.items() if key not in ("state", "param_groups")},
+    }
+
+
+def names_of_positions(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[Any, str]:
+    """Map the key of each parameter in what an optimizer's `state_dict()` returned to its name."""
+    pairs = zip(saved["param_groups"], groups)
+    return {key: name for group, own in pairs for key, name in zip(group["params"], own)}
+
+
+def encode_by_name(named: Mapping[str, Any], tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    """Encode what `by_name` returned, as `encode_optimizer` does."""
+    return {
+        "groups": [
+            {**group, "options": encode(group["options"], f"{prefix}param_groups/{number}", tensors)}
+            for number, group in enumerate(named["groups"])
+        ],
+        "state": {name: encode(value, f"{prefix}{name}", tensors) for name, value in named["state"].items()},
+        "others": encode(named["others"], f"{prefix}others", tensors),
+        "more": encode(named["more"], f"{prefix}more", tensors),
     }
 
 
@@ -100,11 +117,10 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     elif saved["class"] != type(optimizer).__qualname__:
         raise class_mismatch(saved["class"], optimizer, "optimizer", component, path)
     current = optimizer.state_dict()
-    position_names = _position_names(optimizer, current, names, component)
     built = group_names(optimizer, names, component)
     is_same_order = built == [group["params"] for group in saved["groups"]]
     matched = saved["groups"] if is_same_order else _matched_groups(built, saved["groups"], component, path)
-    positions = {name: position for position, name in position_names.items()}
+    positions = {name: position for position, name in names_of_positions(current, built).items()}
     unknown = [name for name in saved["state"] if name not in positions]
     if unknown:
         shown = shorten_list(unknown, _SHOWN, quote=True)
@@ -119,7 +135,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
         _reject_ordered_state(optimizer, saved, names, component, path)
     groups = [
         {**now, **to_devices_of(_options_in_order(optimizer, number, before, names, component, path), now)}
-        | {**_kept_options(now), "params": now["params"]}
+        | {key: now[key] for key in ("param_names", "params") if key in now}
         for number, (now, before) in enumerate(zip(current["param_groups"], matched))
     ]
     loaded = {**saved["more"], "state": state, "param_groups": groups}
@@ -131,10 +147,10 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     filled: list[Callable[[], None]] = []
 
     def load() -> None:
-        held, options = optimizer.state, [*_groups(optimizer)]
+        held, options = optimizer.state, [*optimizer.param_groups]
         optimizer.load_state_dict(loaded)
-        filled.append(fill_options([*_groups(optimizer)], options))
-        for parameter in _all_parameters(optimizer):
+        filled.append(fill_options([*optimizer.param_groups], options))
+        for parameter in trained_parameters(optimizer):
             kept = saved["state"].get(names[id(parameter)])
             if kept is not None and parameter in optimizer.state:
                 slots = exact(optimizer.state[parameter], kept, held.get(parameter))
@@ -155,11 +171,7 @@ def _loads_as_torch(optimizer: Optimizer) -> bool:
 
 
 def _reject_unloadable(state: Any, component: str, name: Any) -> None:
-    """Reject a state that torch's `load_state_dict` cannot load: it builds what can be iterated from a generator.
-
-    Raises:
-        UnstorableTensorError: It has such a value.
-    """
+    """Reject a state that torch's `load_state_dict` cannot load: it builds what can be iterated from a generator."""
     found: list[Any] = []
 
     def is_unloadable(value: Any) -> bool:
@@ -207,7 +219,7 @@ def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list
     """
     return [
         [_name_of(one, names, component, number) for one in group["params"]]
-        for number, group in enumerate(_groups(optimizer))
+        for number, group in enumerate(optimizer.param_groups)
     ]
 
 
@@ -252,7 +264,7 @@ def _with_frozen(
     """Return the groups with the frozen parameters that they lack."""
     owners = {name: number for number, group in enumerate(groups) for name in group["params"]}
     added: list[list[str]] = [[] for _ in groups]
-    for group, own in zip(_groups(optimizer), built):
+    for group, own in zip(optimizer.param_groups, built):
         number = next((owners[name] for name in own if name in owners), None)
         if number is not None:
             are_frozen = zip(own, (not one.requires_grad for one in group["params"]))
@@ -276,11 +288,7 @@ def with_groups(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mappi
 
 
 def _check_form(saved: dict[str, Any]) -> None:
-    """Reject what `encode_optimizer` does not write, before it changes anything.
-
-    Raises:
-        TypeError, KeyError: It has another form.
-    """
+    """Reject what `encode_optimizer` does not write, by a TypeError or KeyError, before it changes anything."""
     groups = saved["groups"]
     if not isinstance(groups, list) or not all(isinstance(group["params"], list) for group in groups):
         raise TypeError("the groups, or the names of a group's parameters, must be lists")
@@ -289,17 +297,6 @@ def _check_form(saved: dict[str, Any]) -> None:
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(one, dict) for one in dicts) or not all(isinstance(name, str) for name in names):
         raise TypeError("a state, a group or its options is not a dict, or a parameter's name is not text")
-
-
-def _position_names(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Names, component: str
-) -> dict[Any, str]:
-    """Map the keys of parameters in an optimizer's state dict to their names."""
-    return {
-        key: _name_of(parameter, names, component, number)
-        for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups))
-        for key, parameter in zip(packed["params"], group["params"])
-    }
 
 
 def _name_of(parameter: torch.Tensor, names: Names, component: str, group: int) -> str:
@@ -349,7 +346,7 @@ def _reject_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Na
     before = [group["params"] for group in saved["groups"]]
     if saved.get("by_position"):
         raise _ordered("state", optimizer, [name for group in before for name in group], component, path)
-    parameters = {names[id(one)]: one for one in _all_parameters(optimizer)}
+    parameters = {names[id(one)]: one for one in trained_parameters(optimizer)}
     place = find_ordered_state(saved, parameters)
     if isinstance(optimizer, LBFGS) and saved["state"]:
         place = f"state.{next(iter(saved['state']))}"
@@ -372,7 +369,7 @@ def _options_in_order(
     optimizer: Optimizer, number: int, saved: dict[str, Any], names: Names, component: str, path: str
 ) -> dict[str, Any]:
     """Return the saved options of a group; those with an entry for each parameter are in the current order."""
-    group = _groups(optimizer)[number]
+    group = optimizer.param_groups[number]
     current = [names[id(one)] for one in group["params"]]
     if current == saved["params"]:
         return dict(saved["options"])
@@ -395,18 +392,14 @@ def _options_in_order(
     return options
 
 
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return optimizer.param_groups
+def trained_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters in the groups of an optimizer.
 
-
-def _all_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in _groups(optimizer):
+    Example:
+        count = sum(one.numel() for one in trained_parameters(optimizer))
+    """
+    for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options that depend on the current order of the parameters."""
-    return {"param_names": group["param_names"]} if "param_names" in group else {}
 
 
 def _were(names: list[str]) -> str:
@@ -422,11 +415,10 @@ def _are(names: list[str]) -> str:
 
 def to_devices_of(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved options, with tensors (a learning rate) on the devices of the current ones."""
-    moved = {}
+    moved = dict(options)
     for key, value in options.items():
-        now = group.get(key)
-        is_elsewhere = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-        moved[key] = value.to(now.device) if is_elsewhere and now is not None else value
+        if isinstance(value, torch.Tensor) and isinstance(now := group.get(key), torch.Tensor):
+            moved[key] = value.to(now.device)
     return moved
 
 

@@ -28,6 +28,11 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, list | tuple | deque)
 
 
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or an array, or the length of a sequence; empty if it has neither."""
+    return (len(value),) if is_sequence(value) else tuple(getattr(value, "shape", ()))
+
+
 def get_entry(value: Any, name: Any) -> Any:
     """Return an entry of a value; None if it has none."""
     if isinstance(value, dict):
@@ -187,8 +192,7 @@ def find_ordered_state(saved: Mapping[str, Any], parameters: Mapping[str, torch.
     is_shared = len(saved["state"]) == 1 < len(parameters)  # the first parameter's state is for all, as in LBFGS
 
     def counts_entries(value: Any) -> bool:
-        shape = (len(value),) if is_sequence(value) else getattr(value, "shape", ())
-        return not counts.isdisjoint(shape)
+        return not counts.isdisjoint(shape_of(value))
 
     is_one_of = [is_per_parameter(some) for some in (list(parameters.values()), *groups)]
 
@@ -274,7 +278,7 @@ class Reordering:
                 continue
             if self.positions is not None and is_same(in_order, fresh):
                 return in_order
-            raise self._unknown(at, self._size(saved, axis))
+            raise self._unknown(at, shape_of(saved)[axis])
         return with_items(saved, lambda name, item: self.apply(item, get_entry(fresh, name), f"{at}.{name}", name))
 
     def _known(self, saved: Any, at: str) -> Any:
@@ -289,16 +293,11 @@ class Reordering:
         """Return the positions; if unknown, positions that change every value whose entries are not all the same."""
         if self.positions is not None:
             return self.positions
-        size = self._size(value, axis)
-        return [*range(1, size), 0]
+        return [*range(1, shape_of(value)[axis]), 0]
 
     def _axes(self, value: Any) -> list[int]:
         """Return the dimensions of a value that have one entry for each owner."""
-        shape = [len(value)] if is_sequence(value) else list(getattr(value, "shape", ()))
-        return [axis for axis, size in enumerate(shape) if size > 1 and size in self.counts]
-
-    def _size(self, value: Any, axis: int) -> int:
-        return len(value) if is_sequence(value) else int(value.shape[axis])
+        return [axis for axis, size in enumerate(shape_of(value)) if size > 1 and size in self.counts]
 
     def _unknown(self, at: str, size: int) -> StateDictMismatchError:
         place = at.removeprefix(".")

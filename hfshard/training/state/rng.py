@@ -6,16 +6,16 @@ import hashlib
 import logging
 import operator
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
-from hfshard.tensors.state_dict import is_dtensor, parameter_names
+from hfshard.tensors.state_dict import fully_sharded_modules, is_dtensor, parameter_names
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,8 @@ def rng_state() -> dict[str, Any]:
             "gauss": gauss,
         },
         "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
     }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        state["numpy"] = numpy.random.get_state(legacy=False)
     for kind in _DEVICES:
         device = getattr(torch, kind)
         if device.is_available() and device.is_initialized():  # otherwise nothing was drawn there
@@ -73,12 +72,10 @@ def check_rng_state(state: Any, file: str) -> None:
         probe = random.Random()
         probe.setstate(_python_state(state))
         if "numpy" in state:
-            import numpy
-
             _reject_other_generator(state["numpy"], file)
             _check_place(state["numpy"])
             if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
-                numpy.random.RandomState().set_state(state["numpy"])
+                np.random.RandomState().set_state(state["numpy"])
         torch.Generator().set_state(state["torch"])
         lists = [state.get(kind, []) for kind in _DEVICES]
         of_devices = [one for states in lists for one in states] + [state[key] for key in state if key == "mps"]
@@ -99,10 +96,8 @@ def check_rng_state(state: Any, file: str) -> None:
 
 
 def _reject_other_generator(state: dict[str, Any], file: str) -> None:
-    import numpy
-
     saved = state["bit_generator"]
-    here = numpy.random.get_state(legacy=False)["bit_generator"]
+    here = np.random.get_state(legacy=False)["bit_generator"]
     if saved != here:
         raise StateDictMismatchError(
             f"numpy's global random numbers came from {saved!r:.50} when '{file}' was saved, but come from {here} "
@@ -114,11 +109,7 @@ def _reject_other_generator(state: dict[str, Any], file: str) -> None:
 
 
 def _check_place(state: dict[str, Any]) -> None:
-    """Reject a numpy generator that would read beyond its buffer.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Reject a numpy generator that would read beyond its buffer, by a ValueError."""
     if (found := _PLACES.get(state["bit_generator"])) is None:
         return
     inner, name, highest = found
@@ -131,12 +122,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Set all generators to a state of `rng_state`; warn if there are fewer devices than in the state."""
     random.setstate(_python_state(state))
     if "numpy" in state:
-        import numpy
-
         if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
-            numpy.random.set_state(state["numpy"])
+            np.random.set_state(state["numpy"])
         else:
-            numpy.random.get_bit_generator().state = state["numpy"]  # type: ignore[attr-defined,unused-ignore]
+            np.random.get_bit_generator().state = state["numpy"]  # type: ignore[attr-defined,unused-ignore]
     torch.set_rng_state(state["torch"])
     for kind in _DEVICES:
         saved = state.get(kind, [])
@@ -187,8 +176,7 @@ def seed_from_state(state: dict[str, Any], rank: int, world_size: int) -> None:
     word = hashlib.sha256(f"{rank} of {world_size}".encode() + state["torch"].numpy().tobytes()).digest()
     seed = int.from_bytes(word[:8], "little") >> 1  # torch accepts 63 bits
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed & 0xFFFF_FFFF)
+    np.random.seed(seed & 0xFFFF_FFFF)
     torch.manual_seed(seed)
 
 
@@ -221,9 +209,7 @@ class Gradients:
     @property
     def is_spread(self) -> bool:
         """True if a parameter is a DTensor, so that its gradient is that of all ranks."""
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        is_gathered = fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in self._model.modules())
-        return is_gathered or any(map(is_dtensor, self._model.parameters()))
+        return bool(fully_sharded_modules(self._model)) or any(map(is_dtensor, self._model.parameters()))
 
     @property
     def names(self) -> set[str]:
@@ -297,8 +283,7 @@ def reject_unreduced(model: nn.Module, verb: str) -> None:
 
 def _unreduced_names(model: nn.Module) -> Iterator[str]:
     """Yield the parameters whose gradients are not reduced, or with HSDP not summed up over the replicas."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    modules = [] if fsdp is None else [one for one in model.modules() if isinstance(one, fsdp.FSDPModule)]
+    modules = fully_sharded_modules(model)
     names = parameter_names(model) if modules else {}
     for group in chain.from_iterable(map(_parameter_groups, modules)):
         for one in group.fsdp_params:

@@ -7,6 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -161,13 +162,13 @@ def _is_its_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and not (has_own_state or has_slots or isinstance(value, _BUILTIN_VALUES))
 
 
+@dataclass
 class _Merging:
     """Uses the built scheduler's own objects for what was not stored, and moves tensors to its devices."""
 
-    def __init__(self, name: str, path: str, held: list[tuple[Any, dict[str, Any]]]) -> None:
-        self.name = name
-        self.path = path
-        self.held = held
+    name: str
+    path: str
+    held: list[tuple[Any, dict[str, Any]]]
 
     def merge(self, saved: Any, fresh: Any, at: str) -> Any:
         if isinstance(saved, NotStored):

@@ -18,6 +18,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.fsdp1 import has_flat_parameters, reshard_parameters
 from hfshard.tensors.state_dict import (
     collect_state_dict,
+    fully_sharded_modules,
     has_parts,
     is_dtensor,
     may_be_divided,
@@ -27,6 +28,7 @@ from hfshard.tensors.state_dict import (
 )
 from hfshard.tensors.zero3 import RUN_REMEDY, is_partitioned
 from hfshard.training.data.external_loader import track
+from hfshard.training.state.optimizer import trained_parameters
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import is_scheduler
@@ -167,7 +169,7 @@ class TrainingState:
         names: dict[int, str] = {}
         modules = self.naming_modules()
         for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as passed
-            prefix = "" if component == "model" else f"{component}:"
+            prefix = name_prefix(component)
             for key, name in parameter_names(modules[component]).items():
                 names.setdefault(key, self.aliases.get(prefix + name, prefix + name))
         return names
@@ -185,9 +187,13 @@ class TrainingState:
         """Return the names of each parameter that has several in one module."""
         found = []
         for component, module in self.of_kind("module").items():
-            prefix = "" if component == "model" else f"{component}:"
-            found += [[prefix + name for name in names] for names in tied_parameter_names(module)]
+            found += [[name_prefix(component) + name for name in names] for names in tied_parameter_names(module)]
         return found
+
+
+def name_prefix(component: str) -> str:
+    """Return what a module's name adds to those of its parameters; nothing for the model."""
+    return "" if component == "model" else f"{component}:"
 
 
 def collect_run_tensors(module: nn.Module, masters: Masters) -> dict[str, Any]:
@@ -229,9 +235,9 @@ def reject_meta(state: TrainingState) -> None:
         InvalidArgumentError: There is such a parameter; the message names the first one.
     """
     for name, optimizer in state.of_kind("optimizer").items():
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.is_meta]
-        if parameters:
-            parameter = state.parameter_names().get(id(parameters[0]), "a parameter")
+        found = next((one for one in trained_parameters(optimizer) if one.is_meta), None)
+        if found is not None:
+            parameter = state.parameter_names().get(id(found), "a parameter")
             raise InvalidArgumentError(
                 f"'{name}' trains '{parameter}', which is on the meta device. A restore would replace that parameter, "
                 "and the optimizer would keep the old one. Nothing was restored. Create the optimizer with real "
@@ -313,10 +319,14 @@ def is_spread_state(state: TrainingState) -> bool:
     _reject_deepspeed(state)
     modules = list(state.naming_modules().values())
     for module in modules:
-        _reshard(module)
+        if may_be_divided(module):
+            reshard_parameters(module)
+        for one in fully_sharded_modules(module):
+            with torch.no_grad():
+                one.reshard()
     if state.is_flattened:
         _reject_flat_gradients(state)
-    trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
+    trained = map(trained_parameters, state.of_kind("optimizer").values())
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
     is_in_parts = bool(state.named_optimizers) or any(map(has_parts, modules))
     return is_in_parts or any(is_dtensor(tensor) for tensor in tensors)
@@ -331,10 +341,10 @@ def _reject_deepspeed(state: TrainingState) -> None:
     for name, part in state.components.items():
         if state.kinds[name] == "module":
             parts_of_parameters(part, "run")
-        trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
+        trained = chain(part.state, trained_parameters(part)) if isinstance(part, Optimizer) else ()
         if name in state.named_optimizers or "deepspeed" not in sys.modules:
             continue
-        if is_of_deepspeed(part) or any(map(is_partitioned, chain(*trained))):
+        if is_of_deepspeed(part) or any(map(is_partitioned, trained)):
             raise InvalidArgumentError(
                 f"Cannot save or restore a run with '{name}' ({type(part).__qualname__}): DeepSpeed ZeRO has "
                 f"partitioned its state across the ranks. Nothing was changed. {RUN_REMEDY}"
@@ -348,15 +358,3 @@ def _reject_flat_gradients(state: TrainingState) -> None:
             f"Cannot save or restore '{name}': under FullyShardedDataParallel (FSDP1) gradients have no names and "
             "shapes of their own. Save after optimizer.step(), without Gradients; or use fully_shard."
         )
-
-
-def _reshard(module: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    if may_be_divided(module):
-        reshard_parameters(module)
-    for one in module.modules():
-        if isinstance(one, fsdp.FSDPModule):
-            with torch.no_grad():
-                one.reshard()

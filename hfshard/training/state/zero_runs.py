@@ -19,6 +19,7 @@ from hfshard.tensors.state_dict import assign, parts_of_parameters
 from hfshard.tensors.zero3 import RUN_REMEDY, PartitionedParameter, refresh_masters
 from hfshard.training.state.optimizer import with_groups
 from hfshard.training.state.pending_loads import PendingLoad
+from hfshard.training.state.reordering import is_same
 
 Masters = Mapping[int, FlatTensor]
 """Id of a parameter -> what ZeRO 1 or 2 steps on for it, if every rank has all of the parameter itself."""
@@ -128,7 +129,7 @@ class NamedOptimizer:
             flat = flats.masters[place.number]
             if is_whole:
                 self.masters[id(place.parameter)] = place.part_of(flat.detach())
-            for slot, value in _slots(base, flat):
+            for slot, value in base.state.get(flat, {}).items():
                 state[place.parameter][slot] = _part_of_slot(name, slot, value, flat, place)
         self.optimizer = with_groups(base, groups, state)
 
@@ -142,7 +143,7 @@ class NamedOptimizer:
         """
         base = self._base
         groups = [dict(group) for group in base.param_groups]
-        states = {flat: dict(_slots(base, flat)) for flat in self._flats.masters}
+        states = {flat: dict(base.state.get(flat, {})) for flat in self._flats.masters}
 
         def load_both() -> None:
             load.load()
@@ -162,11 +163,7 @@ class NamedOptimizer:
         return PendingLoad(load.name, load_both, undo)
 
     def _filled(self, number: int, flat: torch.Tensor, name: str, path: str) -> dict[str, Any]:
-        """Create the state of a flat tensor from what was loaded for its parameters; its padding is zero.
-
-        Raises:
-            StateDictMismatchError: They step together, but were saved with different steps.
-        """
+        """Create the state of a flat tensor from what was loaded for its parameters; its padding is zero."""
         common: dict[str, Any] | None = None
         held: dict[str, Any] = {}
         for place in self._flats.places:
@@ -181,7 +178,7 @@ class NamedOptimizer:
                 else:
                     alike[slot] = value
             common = alike if common is None else common
-            if not _is_same(alike, common):
+            if not is_same(alike, common):
                 raise StateDictMismatchError(
                     f"The parameters of a group of '{name}' have not made the same steps in the checkpoint '{path}', "
                     f"but DeepSpeed makes them together. Nothing was restored. Pass without=['{name}'].",
@@ -189,10 +186,6 @@ class NamedOptimizer:
                 )
         counts = {slot: value for slot, value in (common or {}).items() if value is not None}
         return held | {slot: value.clone() if torch.is_tensor(value) else value for slot, value in counts.items()}
-
-
-def _slots(base: Optimizer, flat: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    yield from (base.state[flat].items() if flat in base.state else ())
 
 
 def _part_of_slot(name: str, slot: str, value: Any, flat: torch.Tensor, place: _Place) -> Any:
@@ -206,15 +199,6 @@ def _part_of_slot(name: str, slot: str, value: Any, flat: torch.Tensor, place: _
             f"{list(flat.shape)} of parameters, so it is not known which are whose. {RUN_REMEDY}"
         )
     return place.part_of(value.detach())
-
-
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    if one.keys() != other.keys():
-        return False
-    return all(
-        torch.equal(value, other[slot]) if torch.is_tensor(value) else value == other[slot]
-        for slot, value in one.items()
-    )
 
 
 def named_optimizers(

@@ -14,9 +14,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
 
-from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError
+from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
 from hfshard.training import ResumableDataLoader
 from hfshard.training.data.sampling import EpochSampler
 from hfshard.training.data.seeding import current_states, restore_states, seed_generators, seeds_for
@@ -396,3 +404,59 @@ def test_its_sampler_gives_another_loader_the_same_order() -> None:
     plain = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, num_workers=1)
     for _ in range(2):
         assert [batch.tolist() for batch in plain] == as_lists(loader)
+
+
+MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "batch size": ({"batch_size": 2, "shuffle": True}, r"batch_size 4, but this loader has 2\. .*set_epoch\(0\)"),
+    "length": ({"dataset": Numbers(9), "batch_size": 4, "shuffle": True}, "length of the dataset 10, .* has 9"),
+    "seed": ({"batch_size": 4, "shuffle": True, "seed": 1}, "seed 0, but this loader has 1"),
+    "order": ({"batch_size": 4}, "sampler 'EpochSampler', but this loader has 'SequentialSampler'"),
+    "sampler": ({"batch_size": 4, "sampler": RandomSampler(Numbers())}, "this loader has 'RandomSampler'"),
+    "drop_last": ({"batch_size": 4, "shuffle": True, "drop_last": True}, "drop_last False, but this loader has True"),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_another_loader_is_refused_and_stays_as_it_is(what: str) -> None:
+    arguments, message = MISMATCHES[what]
+    loader = ResumableDataLoader(Numbers(), 4, True)
+    next(iter(loader))
+    other = ResumableDataLoader(**{"dataset": Numbers(), **arguments})
+    next(iter(other))
+    before = other.state_dict()
+    for refuse in (other.check_state_dict, other.load_state_dict):
+        with pytest.raises(StateDictMismatchError, match=message):
+            refuse(loader.state_dict())
+    assert other.state_dict() == before
+
+
+def test_a_sampler_of_another_length_is_refused() -> None:
+    loader = ResumableDataLoader(Numbers(), 2, sampler=SubsetRandomSampler([1, 2, 3, 4]))
+    other = ResumableDataLoader(Numbers(), 2, sampler=SubsetRandomSampler([1, 2]))
+    with pytest.raises(StateDictMismatchError, match="number of batches in an epoch 2, but this loader has 1"):
+        other.check_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, r"not a ResumableDataLoader's state of format 1 \(found: 2\)"),
+        ({"batch": 4}, "at batch 4 of 3"),
+        ({"batch": -1}, "batch -1, which is not a valid position"),
+        ({"epoch": 1.0}, "epoch 1.0, which is not a valid position"),
+    ],
+)
+def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> None:
+    loader = ResumableDataLoader(Numbers(), 4)
+    with pytest.raises(StateDictMismatchError, match=message):
+        loader.check_state_dict({**loader.state_dict(), **change})
+
+
+def test_a_state_without_its_fields_is_refused() -> None:
+    loader = ResumableDataLoader(Numbers(), 4)
+    state = loader.state_dict()
+    del state["epoch"], state["seed"]
+    with pytest.raises(StateDictMismatchError, match="state has no epoch, seed"):
+        loader.load_state_dict(state)
+    with pytest.raises(StateDictMismatchError, match="found: 'list'"):
+        loader.load_state_dict([])  # type: ignore[arg-type]

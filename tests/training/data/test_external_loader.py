@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
-from hfshard.training.data.external_loader import LoaderTracker, reset_after_iter, track
+from hfshard.training.data.external_loader import LoaderTracker, track
 from hfshard.training.state.nested import decode, encode
 from hfshard.training.state.rng import rng_state, set_rng_state
 from tests.helpers import processes
@@ -498,17 +498,24 @@ def test_the_newest_iterator_of_a_tracked_loader_says_whether_an_epoch_is_under_
     assert not tracker.state_dict()["is_within"]
 
 
+def resume_within(loader: Any, restore_rng: Callable[[], None]) -> None:
+    """Restore a loader amid an epoch, as a manager does."""
+    tracker = track(loader)
+    tracker.load_state_dict({"loader": None, "is_within": True})
+    tracker.reset(restore_rng)
+
+
 def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
     loader = Skipping(Indexes(), 2)
     calls: list[int] = []
-    reset_after_iter(loader, lambda: calls.append(1))
+    resume_within(loader, lambda: calls.append(1))
     assert calls == []
     iter(loader)
     assert calls == [1]
     iter(loader)
     assert calls == [1]
     generating = Generating(Indexes(), 2)
-    reset_after_iter(generating, lambda: calls.append(2))
+    resume_within(generating, lambda: calls.append(2))
     iterator = iter(generating)
     assert calls == [1]
     next(iterator), next(iterator)
@@ -518,7 +525,6 @@ def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
 def test_a_resumable_loader_needs_no_tracker() -> None:
     loader = ResumableDataLoader(Indexes(), 2)
     assert track(loader) is loader
-    reset_after_iter(loader, lambda: pytest.fail("it draws from no RNG"))
     assert len(list(loader)) == BATCHES
     nothing = object()
     assert track(nothing) is nothing

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import ResumableDataLoader, plain_loader
 from hfshard.training.data.sampling import own_order
+from hfshard.training.data.seeding import generator_state
 from tests.training.data.loader_child import SAMPLES, Augmented
 from tests.training.data.samples import Numbers, are_equal
 
@@ -150,14 +151,6 @@ def test_a_sampler_with_a_generator_of_its_own_goes_on_after_an_epoch(make: Call
 
     assert are_equal(list(resumed), second)
     assert repr(generator_state(generator)) == before
-
-
-def generator_state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
 
 
 def test_each_rank_of_a_distributed_sampler_augments_in_its_own_way() -> None:

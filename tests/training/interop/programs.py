@@ -125,6 +125,12 @@ def save_of(parts: Parts, **keys: str) -> dict[str, Any]:
     return {key: parts.named[name].state_dict() for name, key in keys.items()}
 
 
+def old(tmp_path: pathlib.Path, model: nn.Module, optimizer: Optimizer, **more: Any) -> str:
+    """Save a model, its optimizer and more under their names, and return the file."""
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, tmp_path / "old.pt")
+    return str(tmp_path / "old.pt")
+
+
 Save = Callable[[Parts], Any]
 Load = Callable[[Parts, Any], None]
 

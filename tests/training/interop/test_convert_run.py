@@ -16,7 +16,7 @@ from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDi
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from hfshard.training.interop.convert_run import convert_foreign, is_foreign_run
 from tests.training.fingerprint import flatten
-from tests.training.interop.programs import PROGRAMS, adamw, built, net, result, save_of, train
+from tests.training.interop.programs import PROGRAMS, adamw, built, net, old, result, save_of, train
 
 REFUSED = {"torchvision's, with arguments": "its 2 groups have numbers, not names, for parameters"}
 """Programs whose files can't be converted without the model -> why."""
@@ -50,11 +50,6 @@ def test_a_converted_file_is_restored_as_the_file_itself(name: str, tmp_path: Pa
     assert [*flatten(restored.extra, "")] == [*flatten(expected.extra, "")]
     assert result(from_run) == result(from_file)
     assert load_state_dict(converted.path).keys() == from_file.model.state_dict().keys()
-
-
-def old(tmp_path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> str:
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, tmp_path / "old.pt")
-    return str(tmp_path / "old.pt")
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

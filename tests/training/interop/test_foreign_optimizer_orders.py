@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.interop.convert_run import convert_foreign
-from tests.training.interop.programs import refused
+from tests.training.interop.programs import old, refused
 
 
 class Ordered(nn.Module):
@@ -49,8 +49,7 @@ def ordered(tmp_path: Path, b_width: int, build: Any = Adam) -> tuple[Ordered, t
     model = Ordered("ab", b_width)
     optimizer = build(model.parameters())
     two_steps(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
-    return model, optimizer, str(tmp_path / "old.pt")
+    return model, optimizer, old(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +190,7 @@ def test_tied_parameters_are_known_by_any_of_their_names(
     model, _ = vectors(0)
     optimizer = Adam(nn.DataParallel(model).named_parameters() if named else model.parameters())
     step_by_number(model, optimizer)
-    path = str(tmp_path / "old.pt")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    path = old(tmp_path, model, optimizer)
 
     for place in (path, convert_foreign(path, manager.root).step):
         other = vectors(1)

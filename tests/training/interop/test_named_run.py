@@ -19,6 +19,7 @@ from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.interop.named_run import NamedRun
 from hfshard.training.state.rng import rng_state
 from tests.foreign.like_deepspeed import BUFFERS, FROZEN, TRAINED, contents, write
+from tests.training.ingredients import Keeps
 
 OPTIMIZER = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -128,13 +129,13 @@ def test_what_trainer_saves_beside_the_parts_is_restored(tmp_path: Path, manager
 
 def test_what_accelerate_saves_beside_the_parts_is_restored(tmp_path: Path, manager: CheckpointManager) -> None:
     write(tmp_path / "saved" / "pytorch_model", files_of(3, 2))
-    torch.save({"count": torch.tensor(5)}, tmp_path / "saved" / "custom_checkpoint_0.pkl")
+    torch.save({"tensor": torch.tensor(5)}, tmp_path / "saved" / "custom_checkpoint_0.pkl")
     torch.save({"torch_manual_seed": torch.get_rng_state()}, tmp_path / "saved" / "random_states_1.pkl")
-    own = Counter()
+    own = Keeps(torch.tensor(0))
 
     restored = manager.restore(state_of(Net(), own=own), tmp_path / "saved", keys={"own": "custom_checkpoint_0"})
 
-    assert (restored, own.count) == (7, 5)
+    assert (restored, own.tensor) == (7, 5)
 
 
 def test_parameters_of_a_group_count_their_own_steps(tmp_path: Path) -> None:
@@ -155,18 +156,6 @@ def test_the_checksums_of_a_file_without_needed_tensors_are_left_out(tmp_path: P
     masters = {name: run.weights.tensors[name] for group in TRAINED for name in group}
 
     NamedRun(replace(run, weights=replace(run.weights, tensors=masters, aliases={}))).check_values()
-
-
-class Counter:
-    """An object of the user's."""
-
-    count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": torch.tensor(self.count)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = int(state["count"])
 
 
 def test_a_model_of_fewer_bits_than_the_masters_is_refused(tmp_path: Path, manager: CheckpointManager) -> None:

@@ -19,7 +19,7 @@ from tests.flows import resume_optimizers as optimizers
 from tests.flows import resume_schedulers as schedulers
 from tests.training import ingredients
 from tests.training.fingerprint import flatten, of_scheduler
-from tests.training.interop.programs import net, refused, save_of, stepped, train, two_groups
+from tests.training.interop.programs import net, old, refused, save_of, stepped, train, two_groups
 
 DATA: Any = torch.arange(26.0)
 
@@ -95,9 +95,8 @@ def test_the_state_of_every_optimizer_is_restored_bit_for_bit(
     model, other = (case.get("model", ingredients.mlp)() for _ in range(2))
     optimizer, its_optimizer = case["optimizer"](model), case["optimizer"](other)
     trained(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
 
-    restored = manager.restore(TrainingState(other, its_optimizer), tmp_path / "old.pt")
+    restored = manager.restore(TrainingState(other, its_optimizer), old(tmp_path, model, optimizer))
 
     assert restored.differences == ()
     expected = dict(flatten(optimizer.state_dict(), ""))
@@ -336,9 +335,7 @@ def test_the_state_of_a_like_class_is_refused(tmp_path: Path, manager: Checkpoin
         return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer), then(optimizer)], [2])
 
     scheduler = sequence(optimizer, lambda one: lr_scheduler.StepLR(one, 2))
-    path = str(tmp_path / "old.pt")
-    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    torch.save(value, path)
+    path = old(tmp_path, model, optimizer, scheduler=scheduler.state_dict())
     for kind in (RAdam, Adamax):
         of_it = kind(model.parameters())
         of_step = sequence(of_it, lambda one: lr_scheduler.StepLR(one, 2))

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
+from hfshard.format.index import FileDigest
 from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
+from hfshard.training.restoring.restoration import read_set
+from hfshard.training.run.manifest import CheckpointManifest, folder_at
 from tests.flows.resume_runs import ema
 from tests.training import fingerprint, ingredients
 
@@ -374,6 +380,16 @@ def test_a_generator_is_a_part(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(2, generator=fresh), expected)
 
 
+def test_an_object_in_the_place_of_the_optimizer_is_restored(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"optimizer": ingredients.Keeps(torch.ones(2))}
+    fresh: dict[str, Any] = {"optimizer": ingredients.Keeps(torch.zeros(2))}
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(**saved))
+
+    assert manager.restore(TrainingState(**fresh), 1) == 1
+    assert fresh["optimizer"].tensor.tolist() == [1.0, 1.0]
+
+
 def test_what_can_not_be_saved_is_told_what_to_write_instead(tmp_path: Path) -> None:
     manager, model = CheckpointManager(tmp_path / "run"), model_of(1)
     parts: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
@@ -388,3 +404,32 @@ def test_what_can_not_be_saved_is_told_what_to_write_instead(tmp_path: Path) -> 
     with pytest.raises(InvalidArgumentError, match=r"'train_loader' is a DataLoader.*ResumableDataLoader"):
         TrainingState(train_loader=DataLoader([1, 2]))  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+def reader(place: Path, *names: str) -> Callable[..., dict[str, torch.Tensor]]:
+    manifest = CheckpointManifest(1, 0, {}, {name: FileDigest() for name in names})
+    return partial(read_set, folder_at(str(place)), manifest, 0, None)
+
+
+def test_a_set_that_the_manifest_does_not_name_has_no_tensors(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2), "b": torch.zeros(1)}, tmp_path / "state.safetensors")
+    read = reader(tmp_path, "state.safetensors")
+
+    assert read("optimizer") == {}
+    assert reader(tmp_path)("state") == {}
+    assert {name: one.tolist() for name, one in read("state").items()} == {"b": [0.0], "w": [1.0, 1.0]}
+    assert [*read("state", lambda name: name == "w")] == ["w"]
+
+
+def test_what_training_goes_on_with_is_in_memory_and_what_is_copied_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    save_file({"w": torch.full((1024,), 3, dtype=torch.uint8)}, path)
+    read = reader(tmp_path, "state.safetensors")
+    kept, copied = read("state")["w"], read("state", is_copied=True)["w"]
+
+    fd = os.open(path, os.O_WRONLY)
+    os.pwrite(fd, bytes([9]) * 1024, path.stat().st_size - 1024)
+    os.close(fd)
+
+    assert kept.unique().tolist() == [3]
+    assert copied.unique().tolist() == [9]

@@ -16,7 +16,7 @@ import hfshard
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.format.index import FileDigest
 from hfshard.training import TrainingState
-from hfshard.training.restoring.restoration import part_reader
+from hfshard.training.restoring.restoration import read_set
 from hfshard.training.restoring.spread_read import StateLayouts, read_local_parts
 from hfshard.training.run.manifest import CheckpointManifest, folder_at
 
@@ -70,7 +70,7 @@ def test_a_spread_state_reads_its_own_rows_of_tied_names_too(tmp_path: Path, sta
     hfshard.save_state_dict({"weight": rows, "tied": rows, "bias": torch.ones(4)}, tmp_path)
     manifest = CheckpointManifest(1, 0, {}, {"model.safetensors": FileDigest()})
 
-    found = part_reader(folder_at(str(tmp_path)), manifest, own_rank=RANK, layouts=StateLayouts(state))("model")
+    found = read_set(folder_at(str(tmp_path)), manifest, RANK, StateLayouts(state), "model")
 
     assert isinstance(found["weight"], DTensor)
     assert found["weight"].to_local().tolist() == [[4.0, 5.0], [6.0, 7.0]]

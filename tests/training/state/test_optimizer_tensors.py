@@ -39,12 +39,21 @@ def test_a_state_that_is_new_to_the_optimizer_lies_where_torch_put_it() -> None:
     assert (found["product"].dtype, found["product"].device.type) == (torch.float32, "meta")
 
 
-class Keeping(torch.optim.SGD):
-    """An optimizer with a value of any kind for each parameter."""
+def kept(tmp_path: Path, value: Any, dtype: torch.dtype) -> Any:
+    """Save an optimizer with a value of any kind for its parameter, and return what another has after a restore."""
 
-    def keep(self, value: Any) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["kept"] = value
+    def built() -> tuple[nn.Parameter, torch.optim.SGD, TrainingState]:
+        parameter = nn.Parameter(_one(dtype))
+        optimizer = torch.optim.SGD([parameter])
+        return parameter, optimizer, TrainingState(model=nn.ParameterList([parameter]), optimizer=optimizer)
+
+    parameter, optimizer, state = built()
+    optimizer.state[parameter]["kept"] = value
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state)
+    again, restored, state = built()
+    manager.restore(state, 1)
+    return restored.state[again]["kept"]
 
 
 @pytest.mark.parametrize(
@@ -59,28 +68,13 @@ class Keeping(torch.optim.SGD):
     ],
 )
 def test_text_and_containers_come_back_as_they_were_saved(tmp_path: Path, value: Any) -> None:
-    parameter, again = nn.Parameter(_one(torch.bfloat16)), nn.Parameter(_one(torch.bfloat16))
-    optimizer, restored = Keeping([parameter]), Keeping([again])
-    optimizer.keep(value)
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(model=nn.ParameterList([parameter]), optimizer=optimizer))
-
-    manager.restore(TrainingState(model=nn.ParameterList([again]), optimizer=restored), 1)
-
-    assert repr(restored.state[again]["kept"]) == repr(value)
+    assert repr(kept(tmp_path, value, torch.bfloat16)) == repr(value)
 
 
 def test_tensors_in_a_deque_keep_their_dtypes(tmp_path: Path) -> None:
-    parameter, again = nn.Parameter(_one()), nn.Parameter(_one())
-    optimizer, restored = Keeping([parameter]), Keeping([again])
-    optimizer.keep(deque([_one(torch.float64) / 3], maxlen=2))
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, TrainingState(model=nn.ParameterList([parameter]), optimizer=optimizer))
+    found = kept(tmp_path, deque([_one(torch.float64) / 3], maxlen=2), torch.float32)
 
-    manager.restore(TrainingState(model=nn.ParameterList([again]), optimizer=restored), 1)
-
-    kept = restored.state[again]["kept"]
-    assert (kept.maxlen, kept[0].dtype, kept[0].item()) == (2, torch.float64, 1 / 3)
+    assert (found.maxlen, found[0].dtype, found[0].item()) == (2, torch.float64, 1 / 3)
 
 
 def test_a_schedulers_tensors_come_to_the_devices_of_the_one_that_was_built() -> None:

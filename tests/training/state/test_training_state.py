@@ -13,15 +13,12 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.training import Gradients, ResumableDataLoader, TrainingState
 from hfshard.training.state.training_state import checked_state, reject_meta
 from tests.training.data.samples import Numbers
+from tests.training.ingredients import Keeps
 
 
-class Counter:
+def counter() -> Keeps:
     """Anything with a state."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": 1}
-
-    load_state_dict = state_dict
+    return Keeps(torch.ones(1))
 
 
 def test_parts_are_of_the_kind_of_their_class_or_else_of_their_name() -> None:
@@ -31,12 +28,12 @@ def test_parts_are_of_the_kind_of_their_class_or_else_of_their_name() -> None:
     state = TrainingState(
         model,
         optimizer,
-        scheduler=Counter(),
+        scheduler=counter(),
         ema=nn.Linear(2, 2),
         warmup=torch.optim.lr_scheduler.StepLR(optimizer, 1),
         second=ResumableDataLoader(Numbers()),
         gradients=Gradients(model),
-        rank=Counter(),
+        rank=counter(),
     )
 
     assert [*state.of_kind("module")] == ["model", "ema"]
@@ -49,7 +46,7 @@ def test_parts_are_of_the_kind_of_their_class_or_else_of_their_name() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"rank12": Counter()}, "'rank12' is a reserved name. Give the part another name."),
+        ({"rank12": counter()}, "'rank12' is a reserved name. Give the part another name."),
         ({"model": {}}, "model must be an nn.Module, got a dict."),
         ({"ema": 5}, "'ema' is a int, which has no state_dict and load_state_dict to save and restore it with."),
         (
@@ -69,7 +66,7 @@ def test_what_cannot_be_a_part_is_refused(parts: dict[str, Any], message: str) -
 
 def test_a_part_that_is_left_out_still_names_its_parameters() -> None:
     model = nn.Linear(2, 2, bias=False)
-    state = TrainingState(model, count=Counter())
+    state = TrainingState(model, count=counter())
 
     left = state.without(["model"])
 
