@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.viewing.describe import abbreviate_name
-from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, parts_of_model, split_name
+from hfshard.viewing.module_tree import common_length, grow_branches, layer_grid, natural_order, parts_of_model
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, describe_model, is_path, name_of, printable_value, share_text
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import PartSize, metrics_text
@@ -224,30 +224,9 @@ def _coded(labels: Sequence[str]) -> list[int | str]:
     return coded
 
 
-@dataclass(slots=True)
-class _Branch:
-    """A node while the tree is built."""
-
-    name: str | None = None
-    """The full name that ends here."""
-    parts: dict[str, _Branch] = field(default_factory=dict)
-
-
 def make_name_tree(names: Iterable[str]) -> NameTree:
     """Build the tree of these names, in linear time except for sorting siblings."""
-    root = _Branch()
-    for name in names:
-        branch = root
-        for part in split_name(name):
-            following = branch.parts.get(part)
-            if following is None:
-                following = branch.parts[part] = _Branch()
-            branch = following
-        branch.name = name
-    return _in_columns(root)
-
-
-def _in_columns(root: _Branch) -> NameTree:
+    root = grow_branches(names)
     tree = NameTree([], [], [], {})
     places: dict[str, int] = {}
     stack = [("", root, 0)]
