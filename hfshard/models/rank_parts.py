@@ -223,13 +223,15 @@ def _batches(
 
 def _with_common_sources(sources_of: Mapping[str, Iterable[str]]) -> list[tuple[list[str], list[str]]]:
     """Group names that are computed from a common source, with all sources of each group; the same on every rank."""
-    group_of: dict[str, dict[str, None]] = {}
+    by_name: dict[str, dict[str, None]] = {}
+    by_source: dict[str, dict[str, None]] = {}
     for name, sources in sources_of.items():
-        touched = [group_of[source] for source in sources if source in group_of]
+        touched = [by_source[source] for source in sources if source in by_source]
         merged = {one: None for group in touched for one in group} | {name: None}
         for one in merged:
-            group_of.update(dict.fromkeys(sources_of[one], merged))
-    groups = {id(names): list(names) for names in group_of.values()}.values()
+            by_name[one] = merged
+            by_source.update(dict.fromkeys(sources_of[one], merged))
+    groups = {id(names): list(names) for names in by_name.values()}.values()
     return [(names, list(dict.fromkeys(source for name in names for source in sources_of[name]))) for names in groups]
 
 
