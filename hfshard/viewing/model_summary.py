@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from hfshard._util.text import count_of
+from hfshard._util.text import count_of, shorten_list
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import ADAPTER_WEIGHTS, config_in
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES
@@ -93,8 +93,7 @@ class ModelSummary:
 
     def _of_adapter(self) -> tuple[str | None, ...]:
         method = {"LORA": "LoRA", "IA3": "IA³"}.get(self.adapter or "", self.adapter)
-        more = len(self.targets) - _TARGETS
-        targets = ", ".join(self.targets[:_TARGETS]) + (f" and {more} more" if more > 0 else "")
+        targets = shorten_list(self.targets, _TARGETS)
         return (
             f"{method} adapter",
             None if self.base is None else f"of {self.base}",
