@@ -72,7 +72,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     if found.tied_names:
         print_text("\n" + table(["tied name", "stored as"], [list(pair) for pair in sorted(found.tied_names.items())]))
     if found.metadata:
-        rows = [[key, _metadata_text(value)] for key, value in sorted(found.metadata.items())]
+        rows = [[key, one if isinstance(one, str) else repr(one)] for key, one in sorted(found.metadata.items())]
         print_text("\n" + table(["metadata", ""], rows))
     return 0
 
@@ -137,14 +137,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def _signed_by(arguments: argparse.Namespace) -> SignedBy | None:
     """Return the required signer from the arguments; None if no signature is required."""
-    given = {
-        "public_key": arguments.public_key,
-        "certificate_chain": arguments.certificate_chain,
-        "identity": arguments.identity,
-        "oidc_issuer": arguments.oidc_issuer,
-        "trust_config": arguments.trust_config,
-        "use_staging": arguments.use_staging,
-    }
+    names = ("public_key", "certificate_chain", "identity", "oidc_issuer", "trust_config", "use_staging")
+    given = {name: getattr(arguments, name) for name in names}
     return SignedBy(**given) if any(given.values()) else None
 
 
@@ -185,12 +179,9 @@ def _headline(found: Inspection) -> str:
         ["weights", f"{format_size(found.nbytes)} in {count_of(len(found.weights_files), 'file')}"],
         ["tensors", f"{count_of(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
         ["checksums", "yes" if found.is_verifiable else "none: saved by another tool"],
-        *(
-            [["signature", f"{found.signature}, not checked: hfshard verify --public-key KEY"]]
-            if found.signature
-            else []
-        ),
     ]
+    if found.signature:
+        rows.append(["signature", f"{found.signature}, not checked: hfshard verify --public-key KEY"])
     return table(["", ""], rows).lstrip("\n")
 
 
@@ -211,36 +202,19 @@ def _files_table(found: Inspection) -> str:
 
 def _dtypes_table(found: Inspection) -> str:
     rows = [
-        [
-            entry.dtype,
-            f"{entry.tensors:,}",
-            f"{entry.parameters:,}",
-            format_size(entry.nbytes),
-            bar(entry.nbytes, found.nbytes),
-        ]
-        for entry in found.dtypes
+        [one.dtype, f"{one.tensors:,}", f"{one.parameters:,}", format_size(one.nbytes), bar(one.nbytes, found.nbytes)]
+        for one in found.dtypes
     ]
     return fitted_table(["dtype", ">tensors", ">parameters", ">size", ""], rows, [""])
 
 
 def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:
     rows = [
-        [
-            tensor.name,
-            tensor.dtype,
-            tensor.shape_text(),
-            f"{tensor.parameters:,}",
-            format_size(tensor.nbytes),
-            tensor.file,
-        ]
-        for tensor in tensors
+        [one.name, one.dtype, one.shape_text(), f"{one.parameters:,}", format_size(one.nbytes), one.file]
+        for one in tensors
     ]
     titles = [title, "dtype", "shape", ">parameters", ">size", "file"]
     return fitted_table(titles, rows, [">parameters", "file"])  # the shape says the first one, too
-
-
-def _metadata_text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
 
 
 def _verdict(report: VerifyReport) -> str:
@@ -439,17 +413,13 @@ def sign(arguments: argparse.Namespace) -> int:
 
 
 def _sigstore(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    given = {
-        "use_ambient_credentials": arguments.use_ambient_credentials,
-        "use_staging": arguments.use_staging,
-        "trust_config": arguments.trust_config,
-    }
-    if not arguments.sigstore:
-        for name, value in given.items():
-            if value:
-                raise InvalidArgumentError(f"--{name.replace('_', '-')} requires --sigstore.")
-        return None
-    return given
+    given = {name: getattr(arguments, name) for name in ("use_ambient_credentials", "use_staging", "trust_config")}
+    if arguments.sigstore:
+        return given
+    for name, value in given.items():
+        if value:
+            raise InvalidArgumentError(f"--{name.replace('_', '-')} requires --sigstore.")
+    return None
 
 
 def _password(private_key: str | None) -> str | None:

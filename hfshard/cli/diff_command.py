@@ -248,9 +248,7 @@ def _level_text(level: int, style: HeatMapStyle) -> str:
 
 def _legend(scale: NormScale, style: HeatMapStyle, *, has_others: bool) -> str:
     levels = (1, _LEVELS) if not style.has_shades else (1, 3, 5, 7)
-    texts = []
-    for level in levels:
-        texts.append(f"{_level_text(level, style)} {scale.norm_of(level, _LEVELS):.1e}")
+    texts = [f"{_level_text(level, style)} {scale.norm_of(level, _LEVELS):.1e}" for level in levels]
     same = _SAME_CELL if style.has_shades else "."
     others = f"  {_DIFFERENT} differs otherwise" if has_others else ""
     return f"relative norm |B-A| / |A|:  {same} same  {'  '.join(texts)}{others}"

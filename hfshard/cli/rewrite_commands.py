@@ -102,14 +102,13 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
 
 def reshard(arguments: argparse.Namespace) -> int:
     """Write a checkpoint in files of another size, and print them."""
-    result = _rewrite(arguments, use_safetensors=None, low_disk=arguments.low_disk)
-    return _print_result(result, arguments)
+    return _print_result(_rewrite(arguments, use_safetensors=None), arguments)
 
 
 def _convert_weights(arguments: argparse.Namespace) -> int:
     """Write pickled weights as safetensors, and print the files."""
     try:
-        result = _rewrite(arguments, use_safetensors=False, low_disk=False)
+        result = _rewrite(arguments, use_safetensors=False)
     except CheckpointNotFoundError as error:
         if _has_safetensors(arguments):
             raise InvalidArgumentError(
@@ -121,7 +120,7 @@ def _convert_weights(arguments: argparse.Namespace) -> int:
     return _print_result(result, arguments)
 
 
-def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
+def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None) -> ReshardResult:
     from hfshard.checkpoint.locate import CheckpointQuery
     from hfshard.places.place import place_to_save
     from hfshard.places.source import CheckpointSource
@@ -149,7 +148,7 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
         place_to_save(arguments.target, "dst"),
         options,
         dtype=arguments.dtype,
-        low_disk=low_disk,
+        low_disk=arguments.low_disk,
         key=arguments.key,
         follow_links=arguments.follow_links,
         config=arguments.config,
@@ -319,6 +318,7 @@ def add_convert(commands: CommandGroup) -> None:
         "when the safetensors are complete.",
     )
     _add_source_and_target(parser)
+    parser.set_defaults(low_disk=False)
     parser.add_argument(
         "--config",
         metavar="DIR",

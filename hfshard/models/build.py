@@ -64,14 +64,7 @@ logger = logging.getLogger(__name__)
 def load_class(
     model_class: Any, path: Any, model_args: tuple[Any, ...], kwargs: dict[str, Any], options: LoadOptions
 ) -> Any:
-    """Build a model of a transformers class, concrete or Auto.
-
-    Args:
-        model_class: The class.
-        path: A directory, a repo, or one file of weights.
-        model_args: Positional arguments of its `from_pretrained`.
-        kwargs: Keyword arguments of its `from_pretrained`.
-        options: hfshard's own.
+    """Build a model of a transformers class, concrete or Auto, with the arguments of its `from_pretrained`.
 
     Raises:
         InvalidArgumentError: `model_class` is not a transformers class.
@@ -92,8 +85,16 @@ def load_class(
             _require_directory(local, "an adapter")
             if signed is not None:
                 if not hasattr(model_class, "_model_mapping"):
-                    raise _not_held_to_signature(local, model_class)
-                load_base = partial(_load_base, model_class, model_args, options)
+                    raise InvalidArgumentError(
+                        f"'{local.directory}' is an adapter, and {model_class.__name__} finds its base model by "
+                        "itself, without checking the signature. Load it with an Auto class of transformers, such as "
+                        "AutoModelForCausalLM.",
+                        path=local.directory,
+                    )
+
+                def load_base(base: str, kwargs: dict[str, Any]) -> Any:
+                    return load_class(model_class, base, model_args, kwargs, options)
+
                 return load_adapter_on_signed_base(load_base, local, signed, kwargs, options)
             return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
         reject_file_without_config(local, kwargs)
@@ -132,15 +133,8 @@ def load_with_overrides(
 
     Args:
         start: The object with the first method of the chain: the class, or `super()`.
-        model_class: The class to build.
-        path: A directory or a repo; with None, transformers does everything.
-        model_args: Positional arguments for the model.
-        kwargs: Keyword arguments of `from_pretrained`.
-        options: hfshard's own arguments.
+        path: With None, transformers does everything.
         local: The resolved checkpoint, if it is known.
-
-    Returns:
-        What the first method returns.
 
     Raises:
         RankFailedError: The model is to be spread over ranks, and another rank refused, failed, died, or never joined.
@@ -150,9 +144,8 @@ def load_with_overrides(
     """
     outer = active_call("from_pretrained", model_class)
     if outer is not None and not _asks_for_checks(options):
-        return start.from_pretrained(
-            path, *model_args, **kwargs
-        )  # load_model has reached the mixin's method: its options apply
+        # load_model has reached the mixin's method: its options apply.
+        return start.from_pretrained(path, *model_args, **kwargs)
 
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         name = pretrained_model_name_or_path
@@ -244,9 +237,7 @@ def _build(
         if not options.is_lenient or is_meant_as_address(path):
             raise
         return build(path, *model_args, **kwargs)  # which raises its own error, or knows more than hfshard
-    if local.weights_name is None and holds_adapter(
-        local.directory
-    ):  # its base may be another repo, without this commit
+    if local.weights_name is None and holds_adapter(local.directory):  # its base may be a repo without this commit
         _require_directory(local, "an adapter")
         if signed is not None:
 
@@ -296,15 +287,11 @@ def _build(
 
 
 def _reject_with_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
-    """Reject arguments that specify in another way where tensors come from or go to.
-
-    Raises:
-        InvalidArgumentError: One was given; the message names it.
-    """
+    """Reject arguments that specify in another way where tensors come from or go to."""
     others = ("state_dict", "gguf_file", "device_map", "distributed_config", "tp_plan", "device_mesh")
-    given = [name for name in others if kwargs.get(name) is not None] + (
-        ["a model built without a path"] if path is None else []
-    )
+    given = [name for name in others if kwargs.get(name) is not None]
+    if path is None:
+        given.append("a model built without a path")
     if given:
         raise InvalidArgumentError(f"Cannot combine parallelize with {given[0]}. Pass only one of them.")
 
@@ -336,58 +323,35 @@ def _check_then_delegate(
         attempt_together(ranks, source, options, local, check, source.path)
     except CheckpointNotFoundError:
         logger.debug("'%s' has no weights that hfshard knows; transformers looks for others.", local.directory)
-    with _all_signed(local, source, options):
-        return build(local.path, *model_args, **kwargs)
+    signed = signed_files(local, source, options)
+    if signed is not None:
+        signed.check_all(options.progress)  # every file, since other code reads them by name
+    built = build(local.path, *model_args, **kwargs)
+    if signed is not None:
+        signed.confirm()
+    return built
 
 
 def _check_signature(
     local: ResolvedSource, source: CheckpointSource, kwargs: Mapping[str, Any], options: LoadOptions
 ) -> SignatureCheck | None:
-    """Check the requested signature, and config and code, before anything reads them.
-
-    Raises:
-        InvalidArgumentError: Code, config or an adapter is to come from another place.
-        Everything that `signed_files` raises.
-    """
-    if options.signature is not None and kwargs.get("code_revision") is not None:
+    """Check the requested signature, and config and code, before anything reads them; None: none is required."""
+    if options.signature is None:
+        return None
+    if kwargs.get("code_revision") is not None:
         raise InvalidArgumentError(
             "public_key covers one revision, but code_revision names another. Pass only one of them."
         )
-    if options.signature is not None and isinstance(kwargs.get("config"), str | os.PathLike):
+    if isinstance(kwargs.get("config"), str | os.PathLike):
         raise InvalidArgumentError(
             f"public_key covers the files of a path, but config={os.fspath(kwargs['config'])!r:.200} names another. "
             "Leave out config, or pass one that you have loaded."
         )
-    if options.signature is not None and has_separate_adapter(kwargs):
+    if has_separate_adapter(kwargs):
         raise InvalidArgumentError(
             "public_key covers the files of a path, but adapter_kwargs names another. Pass only one of them."
         )
     return signed_files(local, source, options)
-
-
-def _load_base(
-    model_class: type, model_args: tuple[Any, ...], options: LoadOptions, base: str, kwargs: dict[str, Any]
-) -> Any:
-    return load_class(model_class, base, model_args, kwargs, options)
-
-
-def _not_held_to_signature(local: ResolvedSource, model_class: type) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"'{local.directory}' is an adapter, and {model_class.__name__} finds its base model by itself, without "
-        "checking the signature. Load it with an Auto class of transformers, such as AutoModelForCausalLM.",
-        path=local.directory,
-    )
-
-
-@contextmanager
-def _all_signed(local: ResolvedSource, source: CheckpointSource, options: LoadOptions) -> Iterator[None]:
-    """Compare every file with what was signed before other code reads it by name, and check again afterwards."""
-    signed = signed_files(local, source, options)
-    if signed is not None:
-        signed.check_all(options.progress)
-    yield
-    if signed is not None:
-        signed.confirm()
 
 
 def _reject_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -> None:
@@ -404,10 +368,6 @@ def _reject_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -
 @contextmanager
 def load_on_ranks(options: LoadOptions, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Build a model that is spread over ranks on all of them or on none; any other, each rank builds alone.
-
-    Args:
-        options: hfshard's own arguments of `from_pretrained`.
-        kwargs: All others.
 
     Raises:
         RankFailedError: Another rank refused, failed, died, or never joined.
@@ -457,10 +417,7 @@ def load_adapter_on_signed_base(
 
     Args:
         load_base: Loads a model from a path or a repo with keyword arguments, and checks the signature.
-        local: The resolved adapter.
         signed: The adapter's files, which have been compared.
-        kwargs: Keyword arguments of `from_pretrained`.
-        options: hfshard's own.
 
     Returns:
         The model; with output_loading_info, also transformers' report on the adapter.

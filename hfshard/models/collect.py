@@ -48,8 +48,8 @@ def request_from_pretrained(
     Args:
         model: Unwrapped.
         state_dict: Tensors to save instead of the model's own; not mutated.
-        options: How to save; `save_original_format` selects whether converted weights (fused experts ...) are saved
-            under their original names.
+        options: `save_original_format` selects whether converted weights (fused experts ...) are saved under their
+            original names.
 
     Raises:
         InvalidArgumentError: Its quantization cannot be saved.
@@ -64,7 +64,10 @@ def request_from_pretrained(
     state_dict = quantized if quantized is not None else state_dict
     kept, ties = _kept_and_tied(model, collect_state_dict(model) if state_dict is None else state_dict)
     tensor_specs({name: value for name, value in kept.items() if is_torch_tensor_type(value)})  # before any is touched
-    stored = _under_original_names(model, kept) if options.save_original_format else kept
+    stored: Mapping[str, Any] = kept
+    if options.save_original_format:
+        view = view_as_alias(model)
+        stored = stored_parts(model, kept) if has_spread(kept) else revert_weight_conversion(view, dict(kept))
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
     files = _model_files(model)
     look = partial(_look_at_whole, model, options) if state_dict is None else None
@@ -102,14 +105,6 @@ def _parameters_of(model: PreTrainedModel) -> int:
     return count_parameters(model) if is_miscounted else model.num_parameters()
 
 
-def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Revert transformers' weight conversion."""
-    if has_spread(kept):
-        return stored_parts(model, kept)
-    reverted: dict[str, Any] = revert_weight_conversion(view_as_alias(model), dict(kept))
-    return reverted
-
-
 def _look_at_whole(part: PreTrainedModel, options: SaveOptions) -> WholeModel | None:
     """Return the full model's names on disk, in their order, or None if it cannot be built from its config."""
     whole = build_meta_model(part)
@@ -138,7 +133,9 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
     config = cast(Any, model.config)
     config.dtype = str(model.dtype).split(".")[1]
     config.architectures = [architecture.__name__.removeprefix("FSDP")]
-    with tempfile.TemporaryDirectory(prefix="hfshard-", dir=_in_memory()) as folder, _unsaid(folder):
+    has_memory = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)  # a save into a store does not write to disk
+    in_memory = _SHARED_MEMORY if has_memory else None
+    with tempfile.TemporaryDirectory(prefix="hfshard-", dir=in_memory) as folder, _unsaid(folder):
         if model.is_remote_code():
             custom_object_save(empty_custom_object(type(model)), folder, config=config)
         config.save_pretrained(folder)
@@ -150,11 +147,6 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
                 files[name] = file.read()
     files[CONFIG_NAME] = _under_usual_names(files[CONFIG_NAME])
     return files
-
-
-def _in_memory() -> str | None:
-    """Return a directory in memory, so that a save into a store does not write to disk, or None if there is none."""
-    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
 
 
 @contextmanager
@@ -208,7 +200,7 @@ def _stored_ties(
         file_tied_name: str | None = tied_name
         if file_name != name:
             file_tied_name = next(iter(trace_reverted(model, {tied_name: kept[name]})), None)
-        is_declared = _is_declared(declared, tied_name, name)
+        is_declared = _declared_source(declared, tied_name) == _declared_source(declared, name)
         if file_name is None or file_tied_name is None or file_tied_name in stored or file_tied_name in tied_names:
             if not is_declared:
                 logger.warning(
@@ -225,10 +217,6 @@ def _stored_ties(
             ", ".join(undeclared_ties),
         )
     return tied_names, tuple(undeclared_ties)
-
-
-def _is_declared(declared: Mapping[str, str], tied_name: str, name: str) -> bool:
-    return _declared_source(declared, tied_name) == _declared_source(declared, name)
 
 
 def _declared_source(declared: Mapping[str, str], name: str) -> str:

@@ -32,7 +32,6 @@ _IGNORED: Final = frozenset(("safe_serialization", "save_function"))
 _SAVING: Final = inspect.signature(handle_save_pretrained)
 """The parameters of transformers' `save_pretrained`, in their order, after the model and the options."""
 
-
 _PUSHING: Final = frozenset(inspect.signature(PushOptions).parameters)
 """The options of a push."""
 
@@ -58,7 +57,7 @@ def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: A
     unknown = named.keys() - SAVE_ARGUMENTS
     if not given.get("push_to_hub"):
         named = {name: value for name, value in named.items() if name not in unknown}
-    elif unknown & _repo_arguments():
+    elif not unknown.isdisjoint(inspect.signature(HfApi.create_repo).parameters):  # transformers creates such a repo
         upstream("save_pretrained", type(model))(model, *args, **kwargs)
         return
     if not given.get("is_main_process", True) and not os.path.isfile(given["save_directory"]):
@@ -82,11 +81,6 @@ def _push(
     pushing = {name: value for name, value in kwargs.items() if name in _PUSHING}
     unknown = {name: value for name, value in kwargs.items() if name not in _PUSHING | _IGNORED}
     return push_pretrained_model(model, repo_id, tags, saving, pushing, unknown)
-
-
-def _repo_arguments() -> set[str]:
-    """Return the arguments for creating a repo that hfshard does not know; transformers creates such a repo."""
-    return set(inspect.signature(HfApi.create_repo).parameters) - SAVE_ARGUMENTS
 
 
 HANDLERS: Final[dict[Method, Callable[..., Any]]] = {

@@ -34,14 +34,8 @@ _PLACED_BY_TRANSFORMERS: Final = ("quantization_config", "tp_plan", "distributed
 """Arguments that make transformers itself decide where tensors go."""
 
 SOURCE_ARGUMENTS: Final = {
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "subfolder",
-    "proxies",
-}
+    "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies",
+}  # fmt: skip
 """Arguments that select the files' source; the config and the generation config are loaded with them too."""
 
 MODEL_ARGUMENTS: Final = SOURCE_ARGUMENTS | {
@@ -137,11 +131,7 @@ def config_of(
 
 
 def reject_file_without_config(local: ResolvedSource, kwargs: Mapping[str, Any]) -> None:
-    """Reject building a model from one file of weights without a config, either next to it or given.
-
-    Raises:
-        CheckpointNotFoundError: There is no config.
-    """
+    """Reject building a model from one file of weights without a config, either next to it or given."""
     beside = os.path.join(local.directory, CONFIG_NAME)
     if local.weights_name is not None and kwargs.get("config") is None and not os.path.lexists(beside):
         raise CheckpointNotFoundError(
@@ -227,17 +217,16 @@ def class_of_auto(
     """
     unused = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
     given = set(unused)
-    if not isinstance(kwargs.get("config"), PreTrainedConfig):
+    config = kwargs.get("config")
+    if not isinstance(config, PreTrainedConfig):
         config, unused = AutoConfig.from_pretrained(
-            kwargs.get("config") or local.path,
+            config or local.path,
             trust_remote_code=kwargs.get("trust_remote_code"),
             return_unused_kwargs=True,
             **_config_source_arguments(kwargs, local),
             **unused,
         )
         _forget_weights_override(config)
-    else:
-        config = kwargs["config"]
     config.name_or_path = local.path
     from_auto = {**kwargs, "_from_auto": True}
     from_auto.pop("code_revision", None)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
@@ -47,24 +48,17 @@ building_lock: Final = LendingLock()
 would lose ties. A model may load a part of itself, also in a thread that its constructor waits for."""
 
 
+@dataclass(frozen=True, slots=True)
 class ModelBuilder:
     """One call of transformers' from_pretrained with an open checkpoint in place of files."""
 
-    def __init__(
-        self,
-        build: Callable[..., Any],
-        model_class: type[PreTrainedModel],
-        name: str,
-        local: ResolvedSource,
-        checkpoint: OpenCheckpoint,
-        options: LoadOptions,
-    ) -> None:
-        self.call = build
-        self.model_class = model_class
-        self.name = name
-        self.local = local
-        self.checkpoint = checkpoint
-        self.options = options
+    call: Callable[..., Any]
+    """Transformers' own `from_pretrained`."""
+    model_class: type[PreTrainedModel]
+    name: str
+    local: ResolvedSource
+    checkpoint: OpenCheckpoint
+    options: LoadOptions
 
     def build(
         self, model_args: tuple[Any, ...], config: Any, model_kwargs: dict[str, Any], kwargs: dict[str, Any]
@@ -72,9 +66,8 @@ class ModelBuilder:
         """Build the model.
 
         Args:
-            model_args: For the model's constructor.
+            model_args, model_kwargs: For the model's constructor.
             config: The model's config.
-            model_kwargs: For the model's constructor.
             kwargs: All keyword arguments of `from_pretrained`.
 
         Returns:
@@ -85,8 +78,16 @@ class ModelBuilder:
         """
         if self.model_class.can_generate() and kwargs.get("generation_config") is None:
             check_generation_config(self.local.directory, self.checkpoint.folder.pass_over)
-        parallel = self._parallelized_load(kwargs)
-        tensors = self._tensors(config, kwargs) if parallel is None else self._described(config, parallel)
+        call = self.call
+        parallel: ParallelizedLoad | None = None
+        if self.options.parallelize is None and kwargs.get("distributed_config") is None:
+            tensors = self._tensors(config, kwargs)
+        else:
+            model_class = class_of_alias(self.model_class)
+            parallel = ParallelizedLoad(self.options.parallelize, model_class, self.checkpoint, self.options.read)
+            tensors = self._described(config, parallel)
+            loading = parallel.load_class(self.model_class)
+            call = partial(upstream("from_pretrained", loading), loading)
         arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
@@ -96,7 +97,7 @@ class ModelBuilder:
             confirm_same(ranks, self.checkpoint, read_config(self.local.directory))
         try:
             with building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
-                model, info = self._call(parallel)(None, *model_args, **arguments, **model_kwargs)
+                model, info = call(None, *model_args, **arguments, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):
                 raise self._shapes_differ(config, tensors) from error
@@ -125,20 +126,6 @@ class ModelBuilder:
             path=self.name,
             mismatched_keys=mismatched,
         )
-
-    def _parallelized_load(self, kwargs: Mapping[str, Any]) -> ParallelizedLoad | None:
-        """Create the load of a model that is spread over ranks; None for any other model."""
-        if self.options.parallelize is None and kwargs.get("distributed_config") is None:
-            return None
-        model_class = class_of_alias(self.model_class)
-        return ParallelizedLoad(self.options.parallelize, model_class, self.checkpoint, self.options.read)
-
-    def _call(self, parallel: ParallelizedLoad | None) -> Callable[..., Any]:
-        """Return the function that builds the model: transformers' own `from_pretrained`."""
-        if parallel is None:
-            return self.call
-        loading = parallel.load_class(self.model_class)
-        return partial(upstream("from_pretrained", loading), loading)
 
     def _described(self, config: Any, parallel: ParallelizedLoad) -> dict[str, torch.Tensor]:
         """Build the tensors without data, by the names that transformers is given."""

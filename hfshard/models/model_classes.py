@@ -120,13 +120,7 @@ def view_as_alias(model: Model) -> Model:
 
 
 def delegate_to_base(model_class: type, below: Any, question: str) -> bool:
-    """Call a class method that takes no arguments and returns a bool on transformers' class, not the user's.
-
-    Args:
-        model_class: The user's class.
-        below: The object with the method behind the mixin, used if the class is its own architecture.
-        question: The method's name.
-    """
+    """Ask transformers' class, not the user's; or `below`, behind the mixin, if that is its own architecture."""
     architecture: Any = architecture_of(model_class)
     base = below if architecture is model_class else architecture
     return bool(getattr(base, question)())
@@ -162,26 +156,21 @@ def record_in_adapters() -> None:
     """
     peft_class: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     ask: Callable[..., type] | None = getattr(peft_class, "_get_base_model_class", None)
-    if ask is not None and not hasattr(ask, _WRAPPED):
-        peft_class._get_base_model_class = _answering_architectures(ask)
+    if ask is None or hasattr(ask, _WRAPPED):
+        return
 
-
-def _answering_architectures(ask: Callable[..., type]) -> Callable[..., type]:
     @wraps(ask)
     def wrapper(*args: Any, **kwargs: Any) -> type:
         return architecture_of(ask(*args, **kwargs))
 
     setattr(wrapper, _WRAPPED, True)
-    return wrapper
+    peft_class._get_base_model_class = wrapper
 
 
 # Cases in which transformers has to load or save by itself, because hfshard cannot do everything requested.
 
 
-_TRANSFORMERS_ONLY: Final = {
-    "offload_folder", "tp_plan", "tp_size", "device_mesh",
-    "quantization_config",
-}  # fmt: skip
+_TRANSFORMERS_ONLY: Final = {"offload_folder", "tp_plan", "tp_size", "device_mesh", "quantization_config"}
 """Arguments that make transformers read the files itself, after hfshard has checked them."""
 
 _AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
@@ -194,11 +183,8 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
     device_map = kwargs.get("device_map")
     if isinstance(device_map, dict) and "disk" in device_map.values():
         return True
-    if (
-        isinstance(device_map, str)
-        and device_map in _AUTO_DEVICE_MAPS
-        and (kwargs.get("max_memory") or _is_tight(directory))
-    ):
+    is_auto = isinstance(device_map, str) and device_map in _AUTO_DEVICE_MAPS
+    if is_auto and (kwargs.get("max_memory") or _is_tight(directory)):
         return True  # some of it may go to the disk
     if getattr(getattr(model_class, "config_class", None), "extra_files", ()):
         return True
@@ -263,12 +249,7 @@ def call_with_overrides(call: OverrideCall, start: Any, *args: Any, **kwargs: An
     """Call the first method of a chain; hfshard handles the call at the bottom.
 
     Args:
-        call: The requested call.
         start: The object with the first method: the class, the model, or `super()`, which looks it up only now.
-        args, kwargs: The method's arguments.
-
-    Returns:
-        What the method returns.
     """
     patch_method(PreTrainedModel, call.method)
     with bound(current_call, call):

@@ -39,17 +39,12 @@ def save_module(
 
     Args:
         model: The module; wrappers around it are removed.
-        place: Where to save.
         state_dict: Tensors to save instead of the module's own; not mutated.
-        options: How to save.
         is_main_process: False saves nothing, unless the model is spread over ranks or the save is collective.
         files: Fields of the request for the files other than weights.
 
     Returns:
         The index, or None if nothing was saved.
-
-    Raises:
-        Everything that `save_here_or_on_ranks` raises.
     """
     is_part = partial(is_spread, model, state_dict)
     if not is_main_process and has_partitioned(model):
@@ -88,7 +83,7 @@ def save_here_or_on_ranks(request: SaveRequest, place: SavePlace) -> CheckpointI
     Args:
         request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
             those of the first rank.
-        place: As in `save_request`; the same on all ranks that save together.
+        place: The same on all ranks that save together.
 
     Returns:
         The index, the same on every rank.
@@ -108,10 +103,8 @@ def save_here_or_on_ranks(request: SaveRequest, place: SavePlace) -> CheckpointI
 def abort_peers_on_error(place: Place, is_part: Callable[[], bool]) -> AbstractContextManager[None]:
     """Abort the other ranks if this one fails or dies before it joins the save.
 
-    Args:
-        place: As in `save_here_or_on_ranks`.
-        is_part: Returns whether this rank has a part of what is saved, so that the others wait; called only after
-            an error.
+    `is_part` returns whether this rank has a part of what is saved, so that the others wait; called only after an
+    error.
     """
     if not has_other_ranks():
         return nullcontext()
@@ -121,14 +114,7 @@ def abort_peers_on_error(place: Place, is_part: Callable[[], bool]) -> AbstractC
 
 
 def leaves_save(place: Place, options: SaveOptions, is_part: Callable[[], bool], *, is_main_process: bool) -> bool:
-    """Return whether this rank leaves a save to others, which then do not wait for it.
-
-    Args:
-        place: As in `save_here_or_on_ranks`.
-        options: How to save.
-        is_part: Returns whether this rank has a part of what is saved.
-        is_main_process: As in `save_model`.
-    """
+    """Return whether this rank leaves a save to others, which then do not wait for it: `is_part` is then false."""
     if is_main_process or options.is_collective or is_part():
         return False
     if has_other_ranks():
@@ -139,11 +125,7 @@ def leaves_save(place: Place, options: SaveOptions, is_part: Callable[[], bool],
 
 
 def require_whole_tensors(request: SaveRequest) -> SaveRequest:
-    """Return the request of a rank that saves alone, with complete tensors.
-
-    Raises:
-        InvalidArgumentError: Other ranks had the rest.
-    """
+    """Return the request of a rank that saves alone, with complete tensors; reject it if other ranks had the rest."""
     if request.name_order:
         raise InvalidArgumentError(
             "This model is part of one whose rest is on other ranks, but there is no process group to save it with. "
@@ -230,9 +212,7 @@ def check_save_arguments(
     """Check the arguments of `save_pretrained` that it does not name, and remove those of older code.
 
     Args:
-        place: Where to save.
-        token: For the Hub.
-        kwargs: The keyword arguments that `save_pretrained` does not name; some are for `push_to_hub`.
+        kwargs: Changed; some are for `push_to_hub`.
         known: The accepted names.
         push_to_hub: Whether the saved files are also pushed, so that a revision and a token apply.
 
@@ -248,16 +228,7 @@ def check_save_arguments(
 
 
 def check_push_arguments(kwargs: dict[str, Any], known: frozenset[str]) -> None:
-    """Check the arguments of `push_to_hub` that it does not name, and remove those of older code.
-
-    Args:
-        kwargs: Their names and values; each left is unknown.
-        known: The accepted names, of which the error suggests one.
-
-    Raises:
-        UnknownArgumentError: One is left.
-        InvalidArgumentError: A pickle is asked for.
-    """
+    """Remove the arguments of older code that `push_to_hub` does not name; reject any left, suggesting a known one."""
     reject_pickle_request(kwargs)
     reject_unknown_arguments(kwargs, known - kwargs.keys(), "push_to_hub")
 

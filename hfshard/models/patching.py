@@ -18,7 +18,6 @@ from hfshard.constants import MIXIN_MARK
 
 Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
 METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")
-Answer = Callable[..., Any]
 HandlerLookup = Callable[..., Any]
 """Replacement of a method: it gets the base, the method's name, the class or the model, and the arguments."""
 
@@ -36,7 +35,7 @@ class OverrideCall:
     method: Method
     target: object
     """The class that is loaded, or the model that is saved; transformers handles any other."""
-    answer: Answer
+    answer: Callable[..., Any]
     """Called with the arguments that the last override passes on."""
     answers: list[Any] = field(default_factory=list)
     """hfshard's results; empty if no override has reached the bottom of the chain."""
@@ -61,12 +60,7 @@ def set_global_handler(find: Callable[[], HandlerLookup | None]) -> None:
 
 
 def patch_method(base: Any, method: Method) -> None:
-    """Replace a base's function with hfshard's, unless it is in place already, even below others' patches.
-
-    Args:
-        base: PreTrainedModel, or ModelMixin.
-        method: The method to replace.
-    """
+    """Replace a base's function with hfshard's, unless it is in place already, even below others' patches."""
     with _placing.held():
         current: Any = vars(base)[method]
         function = getattr(current, "__func__", current)
@@ -80,26 +74,21 @@ def patch_method(base: Any, method: Method) -> None:
         setattr(base, method, classmethod(wrapper) if isinstance(current, classmethod) else wrapper)
 
 
-def upstream(method: Method, model_class: type) -> Answer:
-    """Return the original function of a class's base, which hfshard's own calls use.
-
-    Args:
-        method: The method.
-        model_class: The class that it is called for.
-    """
+def upstream(method: Method, model_class: type) -> Callable[..., Any]:
+    """Return the original function of a class's base, which hfshard's own calls use."""
     base: Any = next(one for one in model_class.__mro__ if _THEIRS in vars(one))
-    function: Answer = vars(base)[_THEIRS][method]
+    function: Callable[..., Any] = vars(base)[_THEIRS][method]
     return function
 
 
-def _standing_in(base: type, method: Method, target: Any) -> Answer | None:
+def _standing_in(base: type, method: Method, target: Any) -> Callable[..., Any] | None:
     stand_in = _find_stand_in[0]() if _find_stand_in else None
     if stand_in is None or not issubclass(target if isinstance(target, type) else type(target), base):
         return None  # or the function was called with an object that is not a model
     return functools.partial(stand_in, base, method, target)
 
 
-def _answering(base: type, method: Method, original: Answer) -> Answer:
+def _answering(base: type, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a base's function, which runs unless hfshard has this call in progress or replaces all calls."""
 
     @functools.wraps(original)

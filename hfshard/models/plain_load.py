@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -26,7 +27,6 @@ from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.load_on_ranks import load_opened
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_weights_override
-from hfshard.models.plain_save import constructor_names
 from hfshard.places.place import ResolvedSource
 from hfshard.places.source import CheckpointSource, open_source
 from hfshard.signing.check_signature import required_signature
@@ -77,9 +77,7 @@ def load_plain(
     """Implement `ShardedModelMixin.from_pretrained` for a plain module.
 
     Args:
-        model_class: The class to build.
         start: The object with huggingface_hub's `from_pretrained`, which reads the config and calls `_from_pretrained`.
-        path: A directory or a repo.
         model_args: Must be empty.
         kwargs: Keyword arguments for huggingface_hub and the constructor.
         own: hfshard's own arguments.
@@ -89,7 +87,6 @@ def load_plain(
         InvalidArgumentError: An argument is not valid for a plain module; or checks were requested, but an override
             loads the weights by itself.
         CheckpointChangedError: The checkpoint kept changing.
-        Everything that `open_source` and `load_into_module` raise.
     """
     if model_args or path is None:
         raise InvalidArgumentError(
@@ -110,7 +107,6 @@ def build_module(
     """Build a module and load its weights; implements the mixin's `_from_pretrained`.
 
     Args:
-        model_class: The class.
         source: The source that huggingface_hub passes; if a load is in progress, its checkpoint may be open already.
         model_kwargs: For the constructor.
         map_location: A device with data. As in huggingface_hub, weights are copied from there into the module, whatever
@@ -119,10 +115,6 @@ def build_module(
 
     Returns:
         The module, in evaluation mode.
-
-    Raises:
-        InvalidArgumentError: `map_location` is not a device, or is the meta device.
-        Everything that `open_source` and `load_into_module` raise.
     """
     if checked_device(map_location).type == "meta":
         raise InvalidArgumentError(
@@ -168,7 +160,7 @@ def _split(
     model_class: type, kwargs: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[LoadOptions, CheckpointQuery, dict[str, Any]]:
     """Split off hfshard's arguments from those for huggingface_hub and for the constructor, whose names come first."""
-    names = constructor_names(model_class)
+    names = frozenset(inspect.signature(model_class.__init__).parameters)  # type: ignore[misc]
     defaults = LoadOptions()
     load_options = {name: value for name, value in own.items() if name == "strict" or name not in names}
     rest = dict(kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import tempfile
@@ -118,8 +117,6 @@ def save_plain(
     """Implement `ShardedModelMixin.save_pretrained` for a plain module.
 
     Args:
-        model: The module.
-        save_directory: A directory or a store address.
         options: hfshard's own.
         given: Arguments of transformers' `save_pretrained`.
         kwargs: All others.
@@ -127,9 +124,6 @@ def save_plain(
 
     Returns:
         The result of `push_to_hub` if it is called, else None.
-
-    Raises:
-        Everything that `hfshard.save_model` raises, and overrides of the class.
     """
     place = place_to_save(save_directory)
     directory = place.address
@@ -160,13 +154,7 @@ def save_plain(
 def handle_plain_save(model: Any, save_directory: str | os.PathLike[str]) -> None:
     """Save the weights and what `save_pretrained` adds to them; implements the mixin's `_save_pretrained`.
 
-    Args:
-        model: A plain module.
-        save_directory: The directory of the `save_pretrained` in progress; into any other, only weights are saved.
-
-    Raises:
-        InvalidArgumentError: `model` is not a module.
-        Everything that `hfshard.save_model` raises.
+    Into another directory than that of the `save_pretrained` in progress, only weights are saved.
     """
     place = place_to_save(save_directory)
     save = _under_way.get()
@@ -192,12 +180,15 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
     """Call `_save_pretrained`, and write what an override that saves by itself has left out.
 
     A store has no path to pass to `_save_pretrained`, so a save to a store does not call it.
-
-    Raises:
-        InvalidArgumentError: It is overridden, and the model is saved to a store.
     """
     if not save.place.is_read_from_disk:
-        _save_to_store(save, is_overridden=is_overridden)
+        if is_overridden:
+            raise InvalidArgumentError(
+                f"{type(save.model).__name__} has its own _save_pretrained, which writes into directories, not to "
+                f"'{save.directory}'. Save it into a directory, and copy that: hfshard push DIR {save.directory}",
+                path=save.directory,
+            )
+        save_module(save.model, save.place, save.state_dict, save.options, save.is_main_process, _files_of(save))
         return
     if is_overridden and not os.path.isdir(save.directory):
         os.makedirs(save.directory)
@@ -205,23 +196,13 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
         save.model._save_pretrained(Path(save.directory))
     if save.is_answered or not save.is_main_process:
         return
-    path = os.path.join(save.directory, CONFIG_NAME)
-    if save.config is not None and not save.is_config_written:
-        _put(save.directory, CONFIG_NAME, save.config)
-    elif save.config is None and not save.is_config_written:
-        unlink_if_exists(path)
+    if not save.is_config_written:
+        if save.config is not None:
+            _put(save.directory, CONFIG_NAME, save.config)
+        else:
+            unlink_if_exists(os.path.join(save.directory, CONFIG_NAME))
     if save.card is not None and not _has_card(save.directory):
         _put(save.directory, README, save.card)
-
-
-def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
-    if is_overridden:
-        raise InvalidArgumentError(
-            f"{type(save.model).__name__} has its own _save_pretrained, which writes into directories, not to "
-            f"'{save.directory}'. Save it into a directory, and copy that: hfshard push DIR {save.directory}",
-            path=save.directory,
-        )
-    save_module(save.model, save.place, save.state_dict, save.options, save.is_main_process, _files_of(save))
 
 
 def _has_card(directory: str) -> bool:
@@ -290,26 +271,29 @@ def push_plain(
     """Implement `ShardedModelMixin.push_to_hub` for a plain module.
 
     Args:
-        model: The module.
-        repo_id: "org/name", or a path or `file://` URL of a directory hub.
         tags: Additional tags for a new card.
         saving: Options of `SaveOptions`.
         pushing: Options of `PushOptions`.
         kwargs: The other keyword arguments.
         is_overridden: Whether its class overrides saving.
-
-    Raises:
-        InvalidArgumentError: Patterns were given, which could leave half a checkpoint on the hub, or two revisions.
-        UnknownArgumentError: A keyword argument is unknown.
-        Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
     with together_if(isinstance(model, nn.Module) and is_spread(model), push_together) as ranks:
         rest = dict(kwargs)
         extras = ModuleFiles.taken_from(rest)
-        revision = _revision_of(pushing["revision"], rest.pop("branch", None))
-        _reject_patterns(rest)
+        revision, branch = pushing["revision"], rest.pop("branch", None)
+        if None not in (branch, revision) and branch != revision:
+            raise InvalidArgumentError(
+                f"branch={branch!r} and revision={revision!r} name the same thing. Pass only one of them."
+            )
+        for name in _PATTERNS:
+            if rest.pop(name, None) is not None:
+                raise InvalidArgumentError(
+                    f"{name} could leave half a checkpoint on the hub. Save the model, and push the files that you "
+                    "want: hfshard.push_checkpoint(directory, repo_id, ignore_patterns=...), which checks that. "
+                    "Leftovers of hfshard's own pushes are always deleted."
+                )
         check_push_arguments(rest, _PUSH_ARGUMENTS)
-        options = PushOptions(**{**pushing, "revision": revision})
+        options = PushOptions(**{**pushing, "revision": revision if branch is None else branch})
         push = begin_push(repo_id, partial(_card, model, extras, tags), options, _MESSAGE, ranks)
         if not is_overridden:
             return push.send(module_request(model, extras, SaveOptions(**saving)))
@@ -317,25 +301,6 @@ def push_plain(
         values = {"model_card_kwargs": dict(extras.card_values)} if extras.card_values else {}
         save: Callable[..., Any] = partial(model.save_pretrained, **without_defaults(saving), **config, **values)
         return push.send_by_directory(save, saving["variant"], keep_card=True)
-
-
-def _revision_of(revision: str | None, branch: str | None) -> str | None:
-    """Return the revision, which may be given under either of two names."""
-    if None not in (branch, revision) and branch != revision:
-        raise InvalidArgumentError(
-            f"branch={branch!r} and revision={revision!r} name the same thing. Pass only one of them."
-        )
-    return revision if branch is None else branch
-
-
-def _reject_patterns(kwargs: dict[str, Any]) -> None:
-    for name in _PATTERNS:
-        if kwargs.pop(name, None) is not None:
-            raise InvalidArgumentError(
-                f"{name} could leave half a checkpoint on the hub. Save the model, and push the files that you want: "
-                "hfshard.push_checkpoint(directory, repo_id, ignore_patterns=...), which checks that. Leftovers of "
-                "hfshard's own pushes are always deleted."
-            )
 
 
 def _card(
@@ -365,13 +330,7 @@ def recorded_config(model: ModelHubMixin) -> Any:
 
 
 def config_json(config: Any) -> bytes:
-    """Encode a config as huggingface_hub writes it into config.json.
-
-    Args:
-        config: A dict or a dataclass.
-
-    Raises:
-        InvalidArgumentError: The config is of another type, or has values that JSON cannot represent.
+    """Encode a config, a dict or a dataclass, as huggingface_hub writes it into config.json.
 
     Source: huggingface_hub `ModelHubMixin.save_pretrained`.
     """
@@ -391,19 +350,8 @@ def as_dict(config: Any) -> Any:
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
 
 
-def constructor_names(model_class: type) -> frozenset[str]:
-    """Return the names of the constructor's parameters."""
-    return frozenset(inspect.signature(model_class.__init__).parameters)  # type: ignore[misc]
-
-
 def is_overridden(target: Any, method: str, mixin: type) -> bool:
-    """Return whether a class or a model overrides a method of the mixin.
-
-    Args:
-        target: The class or the model.
-        method: The method's name.
-        mixin: hfshard's mixin.
-    """
+    """Return whether a class or a model overrides a method of the mixin."""
     found = getattr(target, method)
     inherited = vars(mixin)[method]
     return getattr(found, "__func__", found) is not getattr(inherited, "__func__", inherited)
@@ -412,12 +360,7 @@ def is_overridden(target: Any, method: str, mixin: type) -> bool:
 def reject_other_model(model_class: type, mixin: type) -> None:
     """Reject a class of another library (diffusers ...) behind the mixin if it has its own methods of this kind.
 
-    Args:
-        model_class: The class with the mixin.
-        mixin: hfshard's mixin.
-
-    Raises:
-        InvalidArgumentError: What its own methods save and load would be missing.
+    What they save and load would be missing.
     """
     order = model_class.__mro__
     behind = [base for base in order[order.index(mixin) + 1 :] if base not in _HUB_MIXINS]

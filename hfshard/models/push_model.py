@@ -41,11 +41,7 @@ class ModelPush:
     """The session of the ranks that take part; all of them make the same calls."""
 
     def send(self, request: SaveRequest) -> CommitInfo | PushResult | None:
-        """Push what a save of this request would write: straight from memory, or from the files that its owners stage.
-
-        Args:
-            request: What `save_model` would save.
-        """
+        """Push what a save of this request would write: from memory, or from the files that its owners stage."""
         if self.ranks.is_alone:
             save = Save({MODEL_BASE: require_whole_tensors(request)})
             variants, gone = {request.options.variant}, _replaced_files(request)
@@ -61,10 +57,7 @@ class ModelPush:
     ) -> CommitInfo | PushResult | None:
         """Push the files that a save has just written into a directory, and nothing else in it.
 
-        Args:
-            request: What was saved.
-            index: The save's result; needed on the leader.
-            directory: The directory of the save.
+        The leader needs the save's index.
         """
 
         def push() -> list[PushResult]:
@@ -85,7 +78,6 @@ class ModelPush:
 
         Args:
             save: Saves into an empty directory; takes `is_main_process`.
-            variant: The weights' variant.
             keep_card: Whether to keep the repo's README.md: the saved one is pushed only if the repo has none.
 
         Returns:
@@ -100,14 +92,14 @@ class ModelPush:
                 names = os.listdir(folder.path)
                 if not names:
                     return []
-                if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
+                weights = WeightNames(variant)
+                variants: set[str | None] = set()
+                if weights.index in names or weights.single in names:
                     contents, indexes = collect_directory(folder.path, follow_links=True)
                     variants = set(indexes)
                 else:  # an adapter; the repo may also contain its base model
-                    contents = {
-                        name: file_source(os.path.join(folder.path, name)) for name in _files_below(folder.path)
-                    }
-                    variants = set()
+                    below = _files_below(folder.path)
+                    contents = {name: file_source(os.path.join(folder.path, name)) for name in below}
                 card = contents.pop(README, None) if keep_card else None
                 make_card = self.make_card if card is None else partial(_kept_card, card)
                 return replace(self, make_card=make_card)._push_files(contents, variants)
@@ -149,14 +141,7 @@ def begin_push(
     default_message: str,
     ranks: Session,
 ) -> ModelPush:
-    """Agree with the other ranks on the repo of a push.
-
-    Args:
-        repo_id: As in `push_checkpoint`.
-        make_card: Creates the repo's card.
-        options: How to push.
-        default_message: The title of the commit, if the options have none.
-        ranks: The session of the ranks that have parts of the model; all of them call.
+    """Agree with the other ranks on the repo of a push, `repo_id` as in `push_checkpoint`; each has its fields' values.
 
     Raises:
         InvalidArgumentError: The repo is not one, or another rank pushes to another repo.

@@ -48,19 +48,20 @@ def trace_reverted(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[s
     Fused experts are rectangles of one tensor; permuted or transposed tensors are computed.
 
     Args:
-        model: The model.
-        tensors: Its names -> anything with the shape and dtype of the full tensor.
+        tensors: The model's names -> anything with the shape and dtype of the full tensor.
 
     Returns:
         Stored name -> its description, in transformers' order.
     """
-    metas = {
-        name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
-    }
+    metas = _without_data(tensors)
     tracer = _Tracer(metas)
     with tracer:
         reverted = revert_weight_conversion(view_as_alias(model), dict(metas))
     return {name: tracer.describe(result) for name, result in reverted.items()}
+
+
+def _without_data(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(tuple(one.shape), dtype=one.dtype, device="meta") for name, one in tensors.items()}
 
 
 class _Tracer(TorchFunctionMode):
@@ -172,14 +173,10 @@ def stored_parts(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str
     part of the sources must call this.
 
     Args:
-        model: The model.
         tensors: Name -> tensor; DTensors are spread. Not changed.
 
     Returns:
         Stored name -> the tensor itself, or a `SpreadTensor` for a converted DTensor, in transformers' order.
-
-    Raises:
-        UnstorableTensorError: A DTensor cannot be stored.
     """
     parts = with_spread_tensors(tensors)
     traced = trace_reverted(model, tensors)
@@ -213,27 +210,29 @@ def _batches(
     """Group the computed tensors so that each group has few sources; tensors that share sources stay together."""
     batch: dict[str, ConvertedTensor] = {}
     sources: set[str] = set()
-    for group in _with_common_sources(computed):
-        more = {name for tensor in group.values() for name in tensor.sources}
-        if batch and _nbytes(tensors, sources | more) > _GATHERED_BYTES:
+    for names, more in _with_common_sources({name: tensor.sources for name, tensor in computed.items()}):
+        if batch and _nbytes(tensors, sources.union(more)) > _GATHERED_BYTES:
             yield batch
             batch = {}
             sources = set()
-        batch |= group
-        sources |= more
+        batch |= {name: computed[name] for name in names}
+        sources.update(more)
     if batch:
         yield batch
 
 
-def _with_common_sources(computed: Mapping[str, ConvertedTensor]) -> list[dict[str, ConvertedTensor]]:
-    """Group tensors that share sources, in the same order on every rank."""
-    group_of: dict[str, dict[str, ConvertedTensor]] = {}
-    for name, tensor in computed.items():
-        touched = [group_of[source] for source in tensor.sources if source in group_of]
-        merged = {key: one for group in touched for key, one in group.items()} | {name: tensor}
-        for one in merged.values():
-            group_of.update(dict.fromkeys(one.sources, merged))
-    return list({id(group): group for group in group_of.values()}.values())
+def _with_common_sources(sources_of: Mapping[str, Iterable[str]]) -> list[tuple[list[str], list[str]]]:
+    """Group names that are computed from a common source, with all sources of each group; the same on every rank."""
+    by_name: dict[str, dict[str, None]] = {}
+    by_source: dict[str, dict[str, None]] = {}
+    for name, sources in sources_of.items():
+        touched = [by_source[source] for source in sources if source in by_source]
+        merged = {one: None for group in touched for one in group} | {name: None}
+        for one in merged:
+            by_name[one] = merged
+            by_source.update(dict.fromkeys(sources_of[one], merged))
+    groups = {id(names): list(names) for names in by_name.values()}.values()
+    return [(names, list(dict.fromkeys(source for name in names for source in sources_of[name]))) for names in groups]
 
 
 def _nbytes(tensors: Mapping[str, Any], names: Iterable[str]) -> int:
@@ -245,12 +244,11 @@ def _computed_parts(
 ) -> dict[str, Any]:
     """Compute some stored tensors from their full sources, and keep this rank's rows."""
     needed = {source: None for tensor in batch.values() for source in tensor.sources}
-    values: dict[str, torch.Tensor] = {
-        name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
-    }
+    values = _without_data(tensors)
     spread = {name: SpreadTensor.of(tensors[name], name).mesh for name in needed if is_dtensor(tensors[name])}
     for name in needed:
-        values[name] = _whole(tensors[name])
+        source = tensors[name]
+        values[name] = (source.full_tensor() if is_dtensor(source) else source).detach()
     results = revert_weight_conversion(view_as_alias(model), values)
     parts: dict[str, Any] = {}
     for name, tensor in batch.items():
@@ -265,18 +263,12 @@ def _computed_parts(
     return parts
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return whole.detach()
-
-
 def _own_rows(whole: torch.Tensor, ranks: tuple[int, ...]) -> SpreadTensor:
     """Keep this rank's rows of a tensor that all ranks have computed."""
     shape = tuple(whole.shape)
     layout = MeshLayout((len(ranks),), ranks, (Placement(0 if shape else None),))
     coordinate = (ranks.index(torch.distributed.get_rank()),)
-    box = held_box(shape, layout, coordinate)
-    rows = whole[tuple(slice(*(intervals[0] if intervals else (0, 0))) for intervals in box)].clone()
+    rows = _part_of(whole, held_box(shape, layout, coordinate)).clone()
     return SpreadTensor(shape, whole.dtype, layout, shape, None, coordinate, rows)
 
 
@@ -392,9 +384,6 @@ class _ReadPlan:
             model: Without data, as transformers has loaded it.
             passed_over: The names that nothing is loaded into.
             given: Stored name -> meta tensor.
-
-        Raises:
-            InvalidArgumentError: The stored tensors that a tensor is built from are not known.
         """
         state = model.state_dict()
         wanted = {name: tensor for name, tensor in state.items() if name not in passed_over}
@@ -413,7 +402,7 @@ class _ReadPlan:
                 pieces.append((self._own_name(name, tensor), _unconverted(name, tensor)))
             elif not self._are_all_of(tensor, pieces):
                 computed[name] = dict.fromkeys(stored for stored, _ in pieces)
-        self.computed = _with_common_names(computed)
+        self.computed = _with_common_sources(computed)
         """Groups of the model's names, with the stored names that they are computed from."""
         for names, _ in self.computed:
             for name in names:
@@ -427,12 +416,7 @@ class _ReadPlan:
                 yield name, stored, tensor
 
     def targets(self, own: Mapping[str, Any], exclude: Container[str]) -> Iterator[tuple[str, Target]]:
-        """Yield each stored tensor's name and the part of the model's tensor that it fills.
-
-        Args:
-            own: The model's tensors.
-            exclude: Names of those that have their values.
-        """
+        """Yield each stored tensor's name and the part of the model's tensor that it fills, but for excluded names."""
         for name, tensor, pieces in self._filled(own):
             if name in exclude:
                 continue
@@ -483,17 +467,6 @@ def _unconverted(name: str, tensor: torch.Tensor) -> ConvertedTensor:
     return ConvertedTensor(shape, tensor.dtype, (name,), tuple((0, size) for size in shape))
 
 
-def _with_common_names(computed: Mapping[str, Mapping[str, None]]) -> list[tuple[list[str], list[str]]]:
-    """Group names that are computed from a common stored tensor."""
-    groups: list[tuple[list[str], dict[str, None]]] = []
-    for name, stored in computed.items():
-        touched = [group for group in groups if not group[1].keys().isdisjoint(stored)]
-        names = [one for group in touched for one in group[0]] + [name]
-        merged = {one: None for group in touched for one in group[1]} | dict(stored)
-        groups = [group for group in groups if group not in touched] + [(names, merged)]
-    return [(names, list(stored)) for names, stored in groups]
-
-
 def _tie_declared(model: Any, missing: set[str]) -> None:
     """Tie what the config declares, unless the checkpoint has both names: transformers compares their values later."""
     if not any(missing.isdisjoint(pair) for pair in model.all_tied_weights_keys.items()):
@@ -518,32 +491,23 @@ def _has_parameter(model: nn.Module, name: str) -> bool:
 
 
 def _give_memory(model: nn.Module, device: torch.device, mapped: Mapping[int, torch.Tensor]) -> None:
-    """Replace parameters and buffers without memory; shared ones stay shared.
+    """Replace a model's parameters and buffers without memory; shared ones stay shared.
 
-    Args:
-        model: Changed.
-        device: Of the new memory.
-        mapped: Replacements that exist, by the id of the tensor; for the others, memory is allocated.
+    `mapped` has existing replacements by the id of the tensor; for the others, memory is allocated.
     """
     made: dict[int, torch.Tensor] = {}
-
-    def memory_for(tensor: torch.Tensor) -> torch.Tensor:
-        found = mapped.get(id(tensor))
-        return torch.empty_like(tensor, device=device) if found is None else found
-
     with torch.no_grad():
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    if id(parameter) not in made:
-                        memory = memory_for(parameter)
-                        made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-                    module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    if id(buffer) not in made:
-                        made[id(buffer)] = memory_for(buffer)
-                    module._buffers[name] = made[id(buffer)]
+            for owned in (module._parameters, module._buffers):
+                for name, tensor in owned.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in made:
+                        memory = mapped.get(id(tensor))
+                        memory = torch.empty_like(tensor, device=device) if memory is None else memory
+                        is_buffer = owned is module._buffers
+                        made[id(tensor)] = memory if is_buffer else nn.Parameter(memory, tensor.requires_grad)
+                    owned[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 def _fill(own: Mapping[str, Any], whole: Mapping[str, torch.Tensor], names: list[str]) -> None:
@@ -562,7 +526,7 @@ def _fill(own: Mapping[str, Any], whole: Mapping[str, torch.Tensor], names: list
 def _part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, intervals in enumerate(box):
         pieces = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
-        whole = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
+        whole = pieces[0] if len(pieces) == 1 else torch.cat([*pieces, whole.narrow(dim, 0, 0)], dim)
     return whole
 
 
@@ -570,11 +534,7 @@ def _part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def build_meta_model(part: PreTrainedModel) -> PreTrainedModel | None:
-    """Build the full model of a pipeline stage from its config, without any data.
-
-    Returns:
-        The model, or None if its class cannot be built from its config alone.
-    """
+    """Build the full model of a pipeline stage without data; None if its class cannot be built from a config alone."""
     config: Any = copy.deepcopy(part.config)
     config.distributed_config = None
     try:

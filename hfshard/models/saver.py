@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -63,8 +63,6 @@ def save_with_overrides(
 
     Args:
         start: The object with the first method of the chain: the model, or `super()`.
-        model: The model.
-        save_directory: As in `save_pretrained`.
         arguments: The other arguments of transformers' `save_pretrained`.
         options: hfshard's own, checked; sizes and names are those that the last override passes on.
 
@@ -100,15 +98,7 @@ def save_pretrained_model(
 ) -> CheckpointIndex | None:
     """Save a transformers model for `hfshard.save_model`, including what its class's own `save_pretrained` adds.
 
-    Args:
-        model: The model.
-        save_directory: Created if missing.
-        is_main_process: False saves nothing, unless every rank has a part of what is saved.
-        state_dict: Tensors to save instead of the model's own; not mutated.
-        options: How to save.
-
-    Raises:
-        Everything that `save_with_overrides` raises.
+    With `is_main_process=False`, nothing is saved, unless every rank has a part of what is saved.
     """
     place = place_to_save(save_directory)
     if leaves_save(place, options, partial(joins_save, model, state_dict), is_main_process=is_main_process):
@@ -192,7 +182,8 @@ def handle_save_pretrained(
             distributed_checkpoint=distributed_checkpoint,
         )
         if push_to_hub and (is_main_process or is_part(model, state_dict)):
-            _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
+            arguments = {**kwargs, "max_shard_size": max_shard_size, "variant": variant, "token": token}
+            cast(Any, model).push_to_hub(take_repo_id(arguments, directory), **arguments)  # which saves it again
         return None
     if leaves_save(place, options, partial(joins_save, model, state_dict), is_main_process=is_main_process):
         return None
@@ -226,12 +217,6 @@ def _request(
         return request_from_pretrained(model, state_dict, options)
 
 
-def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:
-    """Push what transformers has saved, by saving it again."""
-    repo_id = take_repo_id(arguments, directory)
-    model.push_to_hub(repo_id, token=token, **arguments)
-
-
 def _push_files(
     model: PreTrainedModel,
     request: SaveRequest,
@@ -263,19 +248,10 @@ def push_pretrained_model(
     """Push a model as one Hub commit, together with other ranks if each of them has a part of it.
 
     Args:
-        model: The model.
-        repo_id: As in `push_to_hub`.
         tags: For the model card, in addition to the model's own.
         saving: Options of `SaveOptions`.
         pushing: Options of `PushOptions`.
-        unknown: Keyword arguments that `push_to_hub` does not name.
-
-    Returns:
-        The result of `push_to_hub`.
-
-    Raises:
-        UnknownArgumentError: A keyword argument is not one that older code passes.
-        Everything that `push_files` and the model's `save_pretrained` raise.
+        unknown: Keyword arguments that `push_to_hub` does not name; rejected but for those that older code passes.
     """
     with together_if(is_part_of_push(model), push_together) as ranks:
         check_push_arguments(dict(unknown), PUSH_ARGUMENTS)
@@ -344,9 +320,6 @@ def is_part_of_push(model: Any) -> bool:
 
 def reject_partial_save(model: Any) -> None:
     """Reject a save by transformers of a part of a model, if transformers does not gather the rest.
-
-    Raises:
-        InvalidArgumentError: It is a pipeline stage, which would be saved as the whole; or the user has spread it.
 
     Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages, and nothing
     without a `distributed_config`.

@@ -19,15 +19,7 @@ from hfshard.models.model_classes import (
 
 
 def prepare_class(model_class: type, mixin: type) -> None:
-    """Reject an order of bases in which transformers' own methods come first, and take the name of transformers' class.
-
-    Args:
-        model_class: A new class with the mixin.
-        mixin: The mixin.
-
-    Raises:
-        InvalidArgumentError: A transformers model comes before the mixin.
-    """
+    """Reject an order of bases in which transformers' methods come first, and take the name of transformers' class."""
     order = model_class.__mro__
     if order.index(PreTrainedModel) < order.index(mixin):
         raise InvalidArgumentError(
@@ -41,9 +33,6 @@ def without_mixin(target: Any) -> Any:
     """Return a `super()` of a model or class that skips this mixin and huggingface_hub's mixins.
 
     A huggingface_hub mixin that the class itself has behind transformers' class stays there.
-
-    Args:
-        target: The model or the class.
     """
     order = target.__mro__ if isinstance(target, type) else type(target).__mro__
     mixin = next(number for number, base in enumerate(order) if MIXIN_MARK in vars(base))

@@ -39,11 +39,7 @@ class LowRankUpdate:
         return sum(one.facts.nbytes for one in (self.weight, self.down, self.up))
 
     def measure(self, report: ProgressCallback) -> ValueDiff:
-        """Measure how much the weight would change, in float64 and block by block.
-
-        Args:
-            report: Called with the number of bytes of each block; ends the measurement early by raising.
-        """
+        """Measure how much the weight would change, in float64 and block by block."""
         assert self.weight.torch_dtype is not None
         down = _matrix(self.down, report)
         up = _matrix(self.up, report) * self.scale
@@ -72,12 +68,7 @@ class AdapterMerge:
 
 
 def plan_merge(base: Side, adapter: Side, model: ModelSummary | None) -> AdapterMerge | None:
-    """Find what each tensor of an adapter changes in another checkpoint.
-
-    Args:
-        base: The other checkpoint.
-        adapter: The adapter.
-        model: What the adapter's config says.
+    """Find what each tensor of an adapter changes in another checkpoint, the base.
 
     Returns:
         None if this is not a LoRA of plain matrices with one scale, or if it is not one of this base.

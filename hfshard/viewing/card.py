@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from hfshard._util.text import format_size
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.constants import SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, sha256_of_source
-from hfshard.errors import escaped
 from hfshard.format.header import LENGTH_BYTES, read_header_length
 from hfshard.hub.model_card import CARD_PICTURE, DrawnCard
 from hfshard.hub.push_files import detect_variants
@@ -43,19 +42,13 @@ def draw_card(contents: Mapping[str, ByteSource], name: str) -> DrawnCard:
 
 
 def card_table(found: Inspection, contents: Mapping[str, ByteSource]) -> str:
-    """Describe a checkpoint as a table in Markdown.
-
-    Args:
-        found: The checkpoint.
-        contents: The files of the push.
-    """
+    """Describe a checkpoint, of which `contents` has the files, as a table in Markdown."""
     entry = contents[found.entry]
     files = found.weights_files
-    noun = "file" if len(files) == 1 else "files"
     rows = [
         ("parameters", f"{found.parameters:,}"),
         ("dtype", plain_markdown(", ".join(one.dtype for one in found.dtypes))),
-        ("files", f"{len(files):,} {noun}, {format_size(sum(file.nbytes for file in files))}"),
+        ("files", f"{count_of(len(files), 'file')}, {format_size(sum(file.nbytes for file in files))}"),
         (f"sha256 of {plain_markdown(found.entry)}", entry.sha256 or sha256_of_source(entry)),
         ("signature", found.signature or "none"),
     ]
@@ -64,8 +57,7 @@ def card_table(found: Inspection, contents: Mapping[str, ByteSource]) -> str:
 
 def plain_markdown(text: str) -> str:
     """Write text so that Markdown and HTML show it as it is."""
-    printable = escaped(text, keep="")
-    return "".join(one if one.isalnum() or one in _PLAIN else f"&#{ord(one)};" for one in printable)
+    return "".join(one if one.isalnum() or one in _PLAIN else f"&#{ord(one)};" for one in printable(text))
 
 
 def _variant_of(names: set[str]) -> str | None:

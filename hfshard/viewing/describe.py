@@ -38,7 +38,7 @@ def headline(found: CheckpointDiff, since: str = "") -> str:
     """
     text = _of_adapter(found, found.merged) if found.merged is not None else _differences(found)
     if not since:
-        return _capitalized(text)
+        return text[:1].upper() + text[1:]
     return f"{since}, nothing changed: {text}" if found.is_same else f"{since}, {text}"
 
 
@@ -69,18 +69,13 @@ def _of_adapter(found: CheckpointDiff, merged: CheckpointDiff) -> str:
     text = f"{adapter} is an adapter (LoRA) that changes nothing of {base}"
     if changed:
         where = describe_tensors(changed, every)
-        text = (
-            f"{adapter} is an adapter (LoRA) that changes {where} of {base}: {len(changed):,} of {_tensors(len(every))}"
-        )
+        count = f"{len(changed):,} of {_tensors(len(every))}"
+        text = f"{adapter} is an adapter (LoRA) that changes {where} of {base}: {count}"
     return f"{text}; and adds {_some(added)}." if added else f"{text}."
 
 
 def comparison_method(found: CheckpointDiff) -> str:
-    """Say in one sentence how many tensors were read to compare, and what told the others.
-
-    Args:
-        found: The result of `diff_checkpoints`.
-    """
+    """Say in one sentence how many tensors were read to compare, and what told the others."""
     if not found.read_bytes:
         return "Compared by names and digests; no tensor was read."
     count = f"{_tensors(found.read_tensors)} {'was' if found.read_tensors == 1 else 'were'} read"
@@ -94,16 +89,12 @@ def comparison_method(found: CheckpointDiff) -> str:
 def zero_before(found: CheckpointDiff) -> str:
     """Say in one sentence which tensors were zero in a and nonzero in b: their changes have no relative norm.
 
-    Args:
-        found: The result of `diff_checkpoints`, with values.
-
-    Returns:
-        A sentence like `headline`'s; "" if there are no such tensors.
+    A sentence like `headline`'s; "" if there are no such tensors.
     """
     names = found.zero_in_a
     if not names:
         return ""
-    where = _where_named(names, found)
+    where = _where(names, found)
     return f"{_tensors(len(names))} {'was' if len(names) == 1 else 'were'} zero in A and nonzero in B: {where}."
 
 
@@ -146,13 +137,12 @@ def _cast(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     has_uncast = any(one.kind == "same" and one.b and one.b.dtype in sources for one in found.tensors)
     if not has_uncast and len(tensors) + found.counts.get("same", 0) == len(found.tensors):
         return f"cast {text}"
-    every = [tensor.name for tensor in found.tensors]
-    where = describe_tensors({tensor.name for tensor in tensors}, every)
-    return f"{len(tensors):,} of {_tensors(len(every))} cast {text} ({where})"
+    where = _where([tensor.name for tensor in tensors], found)
+    return f"{len(tensors):,} of {_tensors(len(found.tensors))} cast {text} ({where})"
 
 
 def _reshaped(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return f"{_tensors(len(tensors))} in another shape ({_where(tensors, found)})"
+    return f"{_tensors(len(tensors))} in another shape ({_where([one.name for one in tensors], found)})"
 
 
 def _renamed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
@@ -160,10 +150,11 @@ def _renamed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 
 
 def _only_in(side: str, tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    adapter = describe_adapter([tensor.name for tensor in tensors], is_alone=True)
+    names = [tensor.name for tensor in tensors]
+    adapter = describe_adapter(names, is_alone=True)
     if adapter is not None:
-        return f"{side} has an {adapter}: {_tensors(len(tensors))}"
-    return f"{_tensors(len(tensors))} only in {side} ({_where(tensors, found)})"
+        return f"{side} has an {adapter}: {_tensors(len(names))}"
+    return f"{_tensors(len(names))} only in {side} ({_where(names, found)})"
 
 
 _CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], str]]] = {
@@ -185,11 +176,7 @@ def _ending(by_kind: dict[DiffKind, list[TensorDiff]], clauses: Sequence[str]) -
     return "; the rest is the same" if "same" in by_kind else ""
 
 
-def _where(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return _where_named([tensor.name for tensor in tensors], found)
-
-
-def _where_named(names: Sequence[str], found: CheckpointDiff) -> str:
+def _where(names: Sequence[str], found: CheckpointDiff) -> str:
     return describe_tensors(set(names), [tensor.name for tensor in found.tensors])
 
 
@@ -229,10 +216,6 @@ def _some(names: Sequence[str]) -> str:
 
 def _tensors(number: int) -> str:
     return count_of(number, "tensor")
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 # Renaming rules: how the names of one checkpoint's tensors change in another.

@@ -94,18 +94,20 @@ def diff_checkpoints(
         report = hfshard.diff_checkpoints("base", "fine-tuned")
         trained = [tensor.name for tensor in report.tensors if tensor.kind == "changed"]
     """
-    query = CheckpointQuery(variant=variant)
     load_options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
     options = DiffOptions(values, trust_digests=verify not in ("full", "sha256"))
-    subfolders = _pair("subfolder", subfolder)
     # A token is for hubs; it is an error only if there is none.
     are_on_disk = [place_to_load(place).is_read_from_disk for place in (a, b)]
     tokens = [token if is_on_disk or not any(are_on_disk) else None for is_on_disk in are_on_disk]
-    queries = tuple(
-        replace(query, subfolder=one or "", token=of_one) for one, of_one in zip(subfolders, tokens, strict=True)
-    )
-    chosen = tuple(replace(load_options, key=one) for one in _pair("key", key))
-    requests = [OpenRequest(*one) for one in zip((a, b), queries, chosen, strict=True)]
+    folders, keys = _pair("subfolder", subfolder), _pair("key", key)
+    requests = [
+        OpenRequest(
+            place,
+            CheckpointQuery(variant=variant, subfolder=folders[side] or "", token=tokens[side]),
+            replace(load_options, key=keys[side]),
+        )
+        for side, place in enumerate((a, b))
+    ]
     once = partial(_diff_once, requests, options, has_one_key=isinstance(key, str))
     return retry_if_replaced(once, RangedFolder.traits, str(a))
 
@@ -190,11 +192,7 @@ class _Comparison:
         )
 
     def merged(self, model_a: ModelSummary | None, model_b: ModelSummary | None) -> CheckpointDiff | None:
-        """Compare a base with itself and the adapter that the other side is; None if neither is one of the other.
-
-        Args:
-            model_a, model_b: What the two configs say.
-        """
+        """Compare a base with itself and the adapter that the other side is; None if neither is one of the other."""
         sides = ((self.a, self.b, model_a, model_b), (self.b, self.a, model_b, model_a))
         for base, adapter, model_of_base, model in sides:
             plan = plan_merge(base, adapter, model)
@@ -208,7 +206,6 @@ class _Comparison:
         measured = zip(plan.updates, self._done(jobs), strict=True)
         read_before = self.read_bytes
         self.read_bytes += sum(job.nbytes for job in jobs)
-        self.read_tensors += len(jobs)
         diffs = {
             id(one.weight): TensorDiff(
                 "changed" if values.changed else "same", one.weight.facts, one.weight.facts, values
@@ -232,7 +229,6 @@ class _Comparison:
         read = iter(self._done(jobs))
         comparisons = [next(read) if comparison is None else comparison for comparison in known]
         self.read_bytes += sum(comparison.read_bytes for comparison in comparisons)
-        self.read_tensors += len(jobs)
         return comparisons
 
     def _renamed(self, only_in_a: Sequence[ComparedTensor], only_in_b: Sequence[ComparedTensor]) -> list[TensorPair]:
@@ -248,10 +244,10 @@ class _Comparison:
         jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of_bytes, one)) for side, one in unread]
         digests = {id(one): digest for (_, one), digest in zip(unread, self._done(jobs), strict=True)}
         self.read_bytes += sum(job.nbytes for job in jobs)
-        self.read_tensors += len(jobs)
         return pair_by_contents(in_a, in_b, lambda one: (one.form, digests.get(id(one), one.digest)))
 
     def _done(self, jobs: Sequence[ReadJob[_Result]]) -> list[_Result]:
+        self.read_tensors += len(jobs)
         is_networked = self.a.is_networked or self.b.is_networked
         return do_jobs(jobs, _NETWORK_THREADS if is_networked else _THREADS, self.progress)
 

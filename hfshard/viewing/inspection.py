@@ -38,17 +38,11 @@ def inspect_checkpoint(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Inspection:
-    """Read a checkpoint's index and headers.
+    """Read the index and headers of the checkpoint at a place, as in `open_for_viewing`.
 
     Args:
-        path: A directory, a file, an address, a name on the Hub, a run or one of its steps, as in `open_for_viewing`.
         variant, subfolder, revision, token: As in transformers' `from_pretrained`.
         key: For a file of torch.save, as in `load_state_dict`.
-
-    Raises:
-        CheckpointNotFoundError: There are no weights.
-        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A file is damaged or not safe to read.
-        StoreError, HubError: The store or the Hub refuses access, or cannot be reached.
     """
     query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
     with open_for_viewing(path, query, LoadOptions(verify="none", key=key)) as viewed:
@@ -174,15 +168,10 @@ def open_for_viewing(
 
 
 def open_with_one_key(stack: ExitStack, requests: Sequence[OpenRequest]) -> list[ViewedCheckpoint]:
-    """Open checkpoints with a key that applies to the ones that are files of torch.save.
-
-    Args:
-        stack: Closes them.
-        requests: Their options contain the key.
+    """Open checkpoints with the key in their options, which applies to those that are files of torch.save.
 
     Raises:
         InvalidArgumentError: The key applies to none of them.
-        Everything that `open_for_viewing` raises.
     """
     refusals: list[InvalidArgumentError] = []
     found = [_opened_with_key(stack, request, refusals) for request in requests]
@@ -259,7 +248,7 @@ def _checkpoint_of_run(path: str) -> str | None:
     checkpoints = open_run(path).checkpoints()
     if not checkpoints:
         return _latest_of_trainer(path)
-    if checkpoints and checkpoints[0].problem is not None:
+    if checkpoints[0].problem is not None:
         raise checkpoints[0].problem
     return checkpoints[0].path
 

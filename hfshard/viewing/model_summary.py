@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from hfshard._util.text import count_of, shorten_list
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import ADAPTER_WEIGHTS, config_in
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES
@@ -68,27 +69,22 @@ class ModelSummary:
             >>> ModelSummary(architecture="BertModel", model_type="bert", layers=6, width=384).describe()
             ('BertModel (bert)', '6 layers × 384')
         """
-        if self.adapter is not None:
-            return tuple(filter(None, self._of_adapter()))
+        return tuple(filter(None, self._of_model() if self.adapter is None else self._of_adapter()))
+
+    def _of_model(self) -> tuple[str | None, ...]:
         kind = self.architecture or self.model_type
-        named = f"{kind} ({self.model_type})" if self.architecture and self.model_type else kind
-        return tuple(
-            filter(
-                None,
-                (
-                    named,
-                    self._size(),
-                    None if self.experts is None else f"{self.experts:,} experts a layer",
-                    None if self.vocabulary is None else f"vocabulary {self.vocabulary:,}",
-                    self.dtype,
-                    None if self.quantization is None else f"quantized: {self.quantization}",
-                ),
-            )
+        return (
+            f"{kind} ({self.model_type})" if self.architecture and self.model_type else kind,
+            self._size(),
+            None if self.experts is None else f"{self.experts:,} experts a layer",
+            None if self.vocabulary is None else f"vocabulary {self.vocabulary:,}",
+            self.dtype,
+            None if self.quantization is None else f"quantized: {self.quantization}",
         )
 
     def _size(self) -> str | None:
         """Return layers x width, or the one of them that is known."""
-        layers = None if self.layers is None else f"{self.layers:,} layer{'' if self.layers == 1 else 's'}"
+        layers = None if self.layers is None else count_of(self.layers, "layer")
         if layers is not None and self.decoder_layers is not None:
             layers = f"{self.layers:,} + {self.decoder_layers:,} layers"
         if layers is None or self.width is None:
@@ -97,8 +93,7 @@ class ModelSummary:
 
     def _of_adapter(self) -> tuple[str | None, ...]:
         method = {"LORA": "LoRA", "IA3": "IA³"}.get(self.adapter or "", self.adapter)
-        more = len(self.targets) - _TARGETS
-        targets = ", ".join(self.targets[:_TARGETS]) + (f" and {more} more" if more > 0 else "")
+        targets = shorten_list(self.targets, _TARGETS)
         return (
             f"{method} adapter",
             None if self.base is None else f"of {self.base}",
@@ -113,14 +108,9 @@ class ModelSummary:
 
 
 def read_model_summary(folder: Folder, weights: str) -> ModelSummary | None:
-    """Read what an opened checkpoint is.
+    """Read what an opened checkpoint is; None if its config is missing or damaged: it can be viewed without.
 
-    Args:
-        folder: Its files.
-        weights: The file that readers open first, which tells an adapter from a model beside it.
-
-    Returns:
-        None if there is no config, or it is damaged: the tensors can be viewed without it.
+    The file that readers open first, `weights`, tells an adapter from a model beside it.
     """
     is_adapter = weights in ADAPTER_WEIGHTS
     name = ADAPTER_CONFIG_NAME if is_adapter else CONFIG_NAME

@@ -65,14 +65,7 @@ def fold_names(marks: Mapping[str, str]) -> FoldedModule:
         >>> [(child.label, child.marks["same"]) for child in tree.children[0].children]
         [('{0-1}', 2), ('2', 0)]
     """
-    root = _Node()
-    for name, mark in marks.items():
-        *modules, tensor = split_name(name)
-        node = root
-        for part in modules:
-            node = node.modules.setdefault(part, _Node())
-        node.tensors[tensor] = (name, mark)
-    return _fold("", root, {})[0]
+    return _fold("", grow_branches(marks), marks, {})[0]
 
 
 def fold_rows(tree: FoldedModule, *, hidden: str, most: int) -> list[FoldedRow]:
@@ -103,11 +96,26 @@ def fold_rows(tree: FoldedModule, *, hidden: str, most: int) -> list[FoldedRow]:
 
 
 @dataclass(slots=True)
-class _Node:
-    """A module; a name may be both a tensor's and a module's."""
+class Branch:
+    """A module, a tensor, or both at once, in the tree of a model's names."""
 
-    modules: dict[str, _Node] = field(default_factory=dict)
-    tensors: dict[str, tuple[str, str]] = field(default_factory=dict)
+    name: str | None = None
+    """The tensor's FQN; None for a module alone."""
+    parts: dict[str, Branch] = field(default_factory=dict)
+
+
+def grow_branches(names: Iterable[str]) -> Branch:
+    """Build the tree of names, and return its root."""
+    root = Branch()
+    for name in names:
+        branch = root
+        for part in split_name(name):
+            following = branch.parts.get(part)
+            if following is None:
+                following = branch.parts[part] = Branch()
+            branch = following
+        branch.name = name
+    return root
 
 
 @dataclass(slots=True)
@@ -128,13 +136,17 @@ _Likeness = tuple[object, ...]
 """A key of a module's contents: its children's labels, and the numbers of their likenesses."""
 
 
-def _fold(label: str, node: _Node, known: dict[_Likeness, int]) -> tuple[FoldedModule, int]:
+def _fold(
+    label: str, branch: Branch, marks: Mapping[str, str], known: dict[_Likeness, int]
+) -> tuple[FoldedModule, int]:
     """Fold a module's contents; the returned number is the same for similar modules."""
     found: list[tuple[FoldedModule, int]] = []
-    for part, (name, mark) in node.tensors.items():
-        likeness = known.setdefault((mark,), len(known))
-        found.append((FoldedModule(part, _number_in(part), Counter({mark: 1}), (), (name,)), likeness))
-    found += [_fold(part, module, known) for part, module in node.modules.items()]
+    for part, below in branch.parts.items():
+        if below.name is not None:
+            mark = marks[below.name]
+            likeness = known.setdefault((mark,), len(known))
+            found.append((FoldedModule(part, _number_in(part), Counter({mark: 1}), (), (below.name,)), likeness))
+    found += [_fold(part, below, marks, known) for part, below in branch.parts.items() if below.parts]
     groups: dict[tuple[str | None, int], list[FoldedModule]] = {}
     for child, likeness in found:
         groups.setdefault((None if child.numbers else child.label, likeness), []).append(child)

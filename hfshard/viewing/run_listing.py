@@ -123,11 +123,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def checkpoints_of(root: str) -> list[RunCheckpoint]:
-    """Find the checkpoints of a run in the order in which they were saved; ones without that information come last.
-
-    Raises:
-        CheckpointNotFoundError: There are no checkpoints, or `root` is a single checkpoint.
-    """
+    """Find the checkpoints of a run in the order in which they were saved; ones without that information come last."""
     if is_checkpoint(folder_at(root)):
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
@@ -137,11 +133,8 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
         runs = _runs_below(root)
         hint = "Check the path."
         if runs:
-            hint = (
-                f"Its folders {shorten_list(runs, _SHOWN)} contain runs."
-                if len(runs) > 1
-                else f"Its folder {runs[0]} contains a run."
-            )
+            several = f"Its folders {shorten_list(runs, _SHOWN)} contain runs."
+            hint = several if len(runs) > 1 else f"Its folder {runs[0]} contains a run."
             hint += f" To list its checkpoints, run: hfshard checkpoints {root.rstrip('/')}/{runs[0]}"
         raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. {hint}", path=root)
     return found
@@ -230,10 +223,7 @@ _NAMES: Final[dict[Part, WeightNames]] = {
 
 
 def unchanged_bytes(found: Sequence[RunCheckpoint]) -> dict[str, int]:
-    """Measure what each checkpoint of a run shares with earlier ones.
-
-    Args:
-        found: In the order in which they were saved; ones without a manifest are left out.
+    """Measure what each checkpoint of a run, in the order of saves, shares with earlier ones, if it has a manifest.
 
     Returns:
         Path -> the bytes of weight files that an earlier checkpoint also has: in a directory, the same file on disk (a

@@ -52,11 +52,7 @@ class ScreenshotOptions:
     theme: Literal["light", "dark"] = "light"
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            InvalidArgumentError: A side is out of range, or the theme is unknown.
-        """
+        """Check the fields."""
         for name, pixels in (("width", self.width), ("height", self.height)):
             if type(pixels) is not int or not _LEAST <= pixels <= _MOST:
                 raise InvalidArgumentError(
@@ -67,14 +63,7 @@ class ScreenshotOptions:
 
 
 def parse_still_size(text: str) -> tuple[int, int]:
-    """Parse the size of a picture.
-
-    Args:
-        text: Width and height in pixels: "1280x800".
-
-    Raises:
-        InvalidArgumentError: The text has another form.
-    """
+    """Parse the width and height of a picture in pixels: "1280x800"."""
     match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
     if match is None:
         raise InvalidArgumentError(f"{text!r:.50} is not a valid screenshot size, such as 1280x800.")
@@ -82,22 +71,14 @@ def parse_still_size(text: str) -> tuple[int, int]:
 
 
 def find_chromium() -> str | None:
-    """Find a Chromium or Chrome: the one that `HFSHARD_CHROMIUM` names, or the first on PATH.
-
-    Returns:
-        Its path, or None if there is none.
-    """
+    """Find the path of a Chromium or Chrome: the one that `HFSHARD_CHROMIUM` names, or the first on PATH."""
     named = os.environ.get(CHROMIUM)
     commands = (named,) if named else _COMMANDS
     return next(filter(None, map(shutil.which, commands)), None)
 
 
 def require_chromium() -> str:
-    """Find a browser, before anything is read for a screenshot.
-
-    Raises:
-        BrowserError: There is none.
-    """
+    """Find a browser, before anything is read for a screenshot; raise BrowserError if there is none."""
     found = find_chromium()
     if found is None:
         named = os.environ.get(CHROMIUM)
@@ -110,14 +91,7 @@ def require_chromium() -> str:
 
 
 def take_screenshot(html: str, still: ScreenshotOptions) -> bytes:
-    """Draw a page with the browser, in a profile that is removed afterwards.
-
-    Args:
-        html: The complete page.
-        still: The settings.
-
-    Returns:
-        The picture as PNG.
+    """Draw a page as PNG with the browser, in a profile that is removed afterwards.
 
     Raises:
         BrowserError: There is no browser, or it failed, or took too long.
@@ -153,14 +127,7 @@ def _arguments(still: ScreenshotOptions, directory: str) -> list[str]:
 
 
 def _run(command: list[str], directory: str) -> str:
-    """Run a browser to its end.
-
-    Returns:
-        The last line of its output, with the exit status.
-
-    Raises:
-        BrowserError: The browser could not be started, or took too long.
-    """
+    """Run a browser to its end, and return the last line of its output, with the exit status."""
     environment = {**os.environ, "HOME": directory}  # for what it writes outside its profile
     try:
         browser = subprocess.Popen(

@@ -164,7 +164,7 @@ def _without_paths(found: CheckpointDiff) -> CheckpointDiff:
     return replace(found, a=shown[found.a], b=shown[found.b], merged=merged)
 
 
-def _problem_without_path(problem: Problem, root: str) -> Problem:
+def _without_path(problem: Problem, root: str) -> Problem:
     return replace(problem, message=_without_folder(problem.message, root))
 
 
@@ -185,11 +185,7 @@ def _refuse(arguments: dict[str, Any], why: str) -> None:
 
 
 def run_at(place: str | os.PathLike[str]) -> str | None:
-    """Find the run at a place.
-
-    Returns:
-        Its absolute path or its address; None if there is none, such as at one of its checkpoints.
-    """
+    """Find the absolute path or the address of the run at a place; None if there is none, as at its checkpoints."""
     at = place_to_load(place)
     if at.is_read_from_disk and not os.path.isdir(os.path.expanduser(checked_path_text(place))):
         return None
@@ -203,19 +199,13 @@ def page_of_run(
 
     Args:
         root: The run's absolute path or its address.
-        best: The metric that selects the checkpoint marked as the best.
-        metric_mode: Whether its lowest or its highest value is the best.
-        diff: Whether to show what changed from each checkpoint to the next.
-        paths: Show absolute paths of this machine.
-
-    Raises:
-        CheckpointChangedError: A checkpoint was replaced on every attempt.
+        best, metric_mode, diff, paths: As in `show_checkpoint`.
     """
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
     if not paths:
         listed = [
-            replace(one, problems=tuple(_problem_without_path(each, root) for each in one.problems)) for one in listed
+            replace(one, problems=tuple(_without_path(problem, root) for problem in one.problems)) for one in listed
         ]
     is_store = not place_to_check(root).is_read_from_disk
     changes = step_changes([one.path for one in found[-MOST_CHECKPOINTS:]]) if diff else None
@@ -237,9 +227,6 @@ def outline_of_run(listed: Sequence[ListedCheckpoint]) -> tuple[ModelSummary | N
     """Find what model a run trains, and what changed in it from the first checkpoint to the best or the latest.
 
     Opens two checkpoints, and more only in place of ones that cannot be opened; reads no tensors.
-
-    Args:
-        listed: The result of `list_checkpoints`.
 
     Returns:
         What the later checkpoint's config says; and a printable sentence, "" if digests do not tell.
@@ -279,9 +266,6 @@ def _open(path: str, read: Callable[[ViewedCheckpoint], _Read]) -> _Read | None:
 def step_changes(paths: Sequence[str]) -> dict[str, StepChange]:
     """Find what changed in the model from each checkpoint of a run to the next, without reading any tensor.
 
-    Args:
-        paths: The checkpoints, in the order in which they were saved.
-
     Returns:
         Path -> what changed since the one before. Checkpoints that cannot be opened are passed over, and those that
         only the bytes of their tensors could tell apart are left out.
@@ -299,13 +283,7 @@ def step_changes(paths: Sequence[str]) -> dict[str, StepChange]:
 
 
 def with_components(page: Page, directory: str, *, paths: bool = False) -> Page:
-    """Add to a model's page what else was saved with it, if it is in a checkpoint of a run.
-
-    Args:
-        page: The model's page.
-        directory: The directory or address of its files.
-        paths: Show absolute paths of this machine.
-    """
+    """Add to a model's page what else was saved with it, if its directory or address is a checkpoint of a run."""
     folder = folder_at(directory)
     if (folder.traits.is_directory and not folder.exists()) or not folder.has(MANIFEST):
         return page

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 import torch
@@ -45,19 +46,14 @@ def measure_values(
 
     The bytes read are compared with their digests, if there are any.
 
-    Args:
-        place, query, options: As in `open_for_viewing`.
-        most: The most tensors to read.
-
     Raises:
         IntegrityError: A tensor differs from the one that was saved.
-        Everything that `open_for_viewing` raises.
     """
     with open_for_viewing(place, query, options) as viewed:
         tensors = side_of(viewed).tensors
         known = [tensor for tensor in tensors if _is_known(tensor)]
         largest = sorted(known, key=lambda tensor: -tensor.facts.nbytes)[:most]
-        jobs = [ReadJob((0, tensor.position), tensor.facts.nbytes, _Measuring(tensor)) for tensor in largest]
+        jobs = [ReadJob((0, one.position), one.facts.nbytes, partial(_summarize, one)) for one in largest]
         summaries = do_jobs(jobs, _THREADS, options.progress, "Reading values")
         found = {tensor.facts.name: summary for tensor, summary in zip(largest, summaries, strict=True)}
         return MeasuredValues(found, len(known) - len(largest), len(tensors) - len(known))
@@ -67,23 +63,17 @@ def _is_known(tensor: ComparedTensor) -> bool:
     return tensor.torch_dtype is not None and tensor.torch_dtype != torch.float4_e2m1fn_x2
 
 
-@dataclass(frozen=True, slots=True)
-class _Measuring:
-    """Measurement of one tensor."""
-
-    tensor: ComparedTensor
-
-    def __call__(self, report: ProgressCallback) -> ValueSummary:
-        assert self.tensor.torch_dtype is not None
-        shape = self.tensor.facts.shape
-        parts = 2 if self.tensor.torch_dtype.is_complex else 1
-        running = RunningValues(parts * math.prod(shape[1:]) if len(shape) > 1 else 0)
-        for block in self.tensor.blocks():
-            report(len(block))
-            for start in range(0, len(block), _PIECE_BYTES):
-                piece = torch.frombuffer(block[start : start + _PIECE_BYTES], dtype=self.tensor.torch_dtype)
-                running.add(torch.view_as_real(piece) if piece.is_complex() else piece)
-        return running.summary()
+def _summarize(tensor: ComparedTensor, report: ProgressCallback) -> ValueSummary:
+    assert tensor.torch_dtype is not None
+    shape = tensor.facts.shape
+    parts = 2 if tensor.torch_dtype.is_complex else 1
+    running = RunningValues(parts * math.prod(shape[1:]) if len(shape) > 1 else 0)
+    for block in tensor.blocks():
+        report(len(block))
+        for start in range(0, len(block), _PIECE_BYTES):
+            piece = torch.frombuffer(block[start : start + _PIECE_BYTES], dtype=tensor.torch_dtype)
+            running.add(torch.view_as_real(piece) if piece.is_complex() else piece)
+    return running.summary()
 
 
 # Histograms of numbers that are read in blocks, each once, without knowing the minimum and maximum in advance.
@@ -295,12 +285,6 @@ def do_jobs(
         threads: The number of threads that read at once.
         progress: Whether to show a bar on stderr; None: only on a terminal.
         title: The bar's title.
-
-    Returns:
-        The result of each job.
-
-    Raises:
-        Everything that a job raises.
     """
     results: dict[int, _Result] = {}
     total = sum(job.nbytes for job in jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import zipfile
 from pathlib import Path
@@ -52,10 +53,23 @@ def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def flip_bit(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 0x10
-    path.write_bytes(raw)
+class Terminal(io.StringIO):
+    """A terminal on which something is typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def check_reader_that_goes_away(first_line: str, environment: dict[str, str], *arguments: object) -> None:
+    """Close stdout of a command that prints more than a pipe and what reads it hold (72 KiB) after its first line."""
+    command = ["-m", "hfshard", *arguments]
+    with processes.start(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline().startswith(first_line)
+        child.stdout.close()
+        assert child.wait(110) == 141
+        assert child.stderr.read() == ""
 
 
 def save_example(directory: Path, **options: object) -> Path:

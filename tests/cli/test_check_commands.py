@@ -12,7 +12,6 @@ import termios
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import torch
@@ -23,8 +22,9 @@ from hfshard.cli.check_commands import default_output
 from hfshard.cli.main import main, make_parser
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 from hfshard.viewing.screenshot import find_chromium
-from tests.cli.conftest import Run, flip_bit, rejected, save_example
+from tests.cli.conftest import Run, check_reader_that_goes_away, rejected, save_example
 from tests.helpers import processes
+from tests.saving.helpers import flip
 from tests.signing.conftest import write_pair
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -158,16 +158,8 @@ def test_output_in_a_poor_encoding_is_escaped(example: Path, run: Run) -> None:
 
 
 def test_reader_that_goes_away_is_no_error(tmp_path: Path, child_environment: dict[str, str]) -> None:
-    # More than a pipe holds (64 KiB), so that the command meets the closed end while it writes.
     save_file({f"tensor.{number:05d}": torch.ones(1) for number in range(5000)}, tmp_path / "model.safetensors")
-    command = ["-m", "hfshard", "inspect", tmp_path, "--tensors"]
-    with processes.start(command, env=child_environment, stdout=PIPE, stderr=PIPE) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        assert child.stdout.readline().startswith("checkpoint")
-        child.stdout.close()
-        assert child.wait(110) == 141
-        assert child.stderr.read() == ""
+    check_reader_that_goes_away("checkpoint", child_environment, "inspect", tmp_path, "--tensors")
 
 
 @pytest.fixture
@@ -201,7 +193,7 @@ def test_several_sets_of_weights_are_listed_and_one_is_asked_for(old: Path, tmp_
 def test_a_file_is_verified(old: Path, run: Run) -> None:
     assert run.ok("verify", old).startswith(f"{old}: intact: 1 file, ")
 
-    flip_bit(old, old.read_bytes().index(b"/data/0") + 200)
+    flip(old, old.read_bytes().index(b"/data/0") + 200)
     done = run("verify", old)
     assert done.returncode == 1
     assert done.stdout.startswith(f"DAMAGED  {old}\n")
@@ -461,10 +453,10 @@ def put_a_directory_there(path: Path) -> None:
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 # What is done to the directory -> (file, tensor) that must be named.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
-    "flipped bit in the middle of a tensor": (lambda d: flip_bit(d / FIRST, 300_000), FIRST, "embed"),
-    "flipped bit in a small tensor": (lambda d: flip_bit(d / SECOND, -1), SECOND, None),
-    "flipped bit in a header": (lambda d: flip_bit(d / SECOND, 20), SECOND, None),
-    "flipped bit in the padding": (lambda d: flip_bit(d / SECOND, 4090), SECOND, None),
+    "flipped bit in the middle of a tensor": (lambda d: flip(d / FIRST, 300_000), FIRST, "embed"),
+    "flipped bit in a small tensor": (lambda d: flip(d / SECOND, -1), SECOND, None),
+    "flipped bit in a header": (lambda d: flip(d / SECOND, 20), SECOND, None),
+    "flipped bit in the padding": (lambda d: flip(d / SECOND, 4090), SECOND, None),
     "truncated shard": (lambda d: os.truncate(d / FIRST, 10_000), FIRST, None),
     "empty shard": (lambda d: os.truncate(d / FIRST, 0), FIRST, None),
     "bytes after the end": (lambda d: os.truncate(d / SECOND, 100_000), SECOND, None),
@@ -493,7 +485,7 @@ def test_damage_is_one_and_names_file_and_tensor(kind: str, example: Path, run: 
 
 
 def test_every_damaged_file_is_named_at_once(example: Path, run: Run) -> None:
-    flip_bit(example / FIRST, 300_000)
+    flip(example / FIRST, 300_000)
     os.truncate(example / SECOND, 10_000)
     out = run.ok("verify", example, code=1)
     assert f"DAMAGED  {example / FIRST}, tensor embed\n" in out
@@ -524,7 +516,7 @@ def test_of_many_problems_in_a_file_the_first_five_are_shown_and_json_has_all(tm
 
 
 def test_structure_reads_no_data(example: Path, run: Run) -> None:
-    flip_bit(example / FIRST, 300_000)  # beyond the 4 KiB of the tensor that its sample covers
+    flip(example / FIRST, 300_000)  # beyond the 4 KiB of the tensor that its sample covers
     done = run("verify", example, "--level", "structure")
     assert done.returncode == 0
     assert done.stdout == f"{example}: intact: 3 files, structure only; no bytes were compared with checksums\n"
@@ -543,7 +535,7 @@ def test_structure_finds_a_shard_of_another_save(example: Path, run: Run, tmp_pa
 
 def test_variant_is_verified_alone(example: Path, run: Run) -> None:
     save_example(example, variant="fp16")
-    flip_bit(example / FIRST, 300_000)
+    flip(example / FIRST, 300_000)
     assert run("verify", example, "--variant", "fp16").returncode == 0
     assert run("verify", example).returncode == 1
 

@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import torch
@@ -27,8 +26,8 @@ from hfshard.cli.diff_command import (
 from hfshard.cli.main import main
 from hfshard.viewing.describe import headline
 from hfshard.viewing.results import CheckpointDiff
-from tests.cli.conftest import Run, flip_bit
-from tests.helpers import processes
+from tests.cli.conftest import Run, check_reader_that_goes_away
+from tests.saving.helpers import flip
 from tests.viewing.adapters import make_adapter, make_base
 from tests.viewing.reports import BERT, marked, renamed, report_of, tensor_diff, values_of
 
@@ -166,7 +165,7 @@ def test_weights_are_chosen_in_files_of_torch_save(tmp_path: Path, run: Run) -> 
 def test_digests_that_lie_are_found_by_verify(tmp_path: Path, run: Run) -> None:
     a = save(tmp_path / "a", {"large": torch.ones(9000)}, checksum="xxh3")
     file = Path(shutil.copytree(a, tmp_path / "b")) / "model.safetensors"
-    flip_bit(file, file.read_bytes().index(torch.ones(9000).numpy().tobytes()) + 18_000)
+    flip(file, file.read_bytes().index(torch.ones(9000).numpy().tobytes()) + 18_000)
     believed, read = (run("diff", a, tmp_path / "b", "--verify", level) for level in ("none", "full"))
     assert (believed.returncode, read.returncode, read.stdout) == (0, 2, "")
     assert "is damaged: its xxh3 is" in read.stderr
@@ -193,19 +192,12 @@ def test_hostile_names_do_not_move_the_cursor(tmp_path: Path, run: Run) -> None:
 
 
 def test_reader_that_goes_away_is_no_error(tmp_path: Path, child_environment: dict[str, str]) -> None:
-    # Lines of 130 characters: more than a pipe and what reads it hold (72 KiB).
     for place, number in (("a", 0), ("b", 1)):
         (tmp_path / place).mkdir()
         tensors = {f"{'tensor.' * 15}{index:04d}": torch.full((1,), number) for index in range(1000)}
         save_file(tensors, tmp_path / place / "model.safetensors")
-    command = ["-m", "hfshard", "diff", tmp_path / "a", tmp_path / "b", "--all"]
-    with processes.start(command, env=child_environment, stdout=PIPE, stderr=PIPE) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        assert child.stdout.readline() == "All 1,000 tensors changed.\n"
-        child.stdout.close()
-        assert child.wait(110) == 141
-        assert child.stderr.read() == ""
+    first_line = "All 1,000 tensors changed.\n"
+    check_reader_that_goes_away(first_line, child_environment, "diff", tmp_path / "a", tmp_path / "b", "--all")
 
 
 def test_values_are_summed_up_by_module() -> None:

@@ -11,7 +11,8 @@ import pytest
 import hfshard
 from hfshard.cli.main import make_parser
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from tests.cli.conftest import Run, flip_bit, save_example
+from tests.cli.conftest import Run, save_example
+from tests.saving.helpers import flip
 from tests.servers.hub.hub_server import HubServer
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -136,7 +137,7 @@ def test_damaged_cache_is_told_and_mended_by_the_command_that_the_error_names(
     network = {"HF_HUB_OFFLINE": "0", **hub_server.environment(home=tmp_path / "home")}
     assert run("push", example, "org/name", **network).returncode == 0
     where = Path(run("pull", "org/name", "--verify", "full", **network).stdout.strip())
-    flip_bit((where / SHARDS[0]).resolve(), -1)
+    flip((where / SHARDS[0]).resolve(), -1)
     damaged = run.fails(1, "pull", "org/name", "--verify", "full", **network)
     assert SHARDS[0] in damaged
     command = damaged.strip().rpartition("run: hfshard ")[2].split()

@@ -7,6 +7,7 @@ import io
 import pytest
 
 from hfshard.cli.output import bar, elide_middle, has_colors, table
+from tests.cli.conftest import Terminal
 
 
 def test_table_aligns_columns_and_leaves_no_trailing_blanks() -> None:
@@ -32,13 +33,6 @@ def test_table_escapes_what_would_move_the_cursor() -> None:
 )
 def test_long_text_loses_its_middle(text: str, most: int, shown: str) -> None:
     assert elide_middle(text, most) == shown
-
-
-class Terminal(io.StringIO):
-    """Says that it is one."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_colors_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -18,8 +17,8 @@ from torch import nn
 import hfshard
 from hfshard.cli.main import main, make_parser
 from hfshard.training import CheckpointManager, TrainingState
-from tests.cli.conftest import Run, flip_bit, rejected, save_example
-from tests.saving.helpers import files_in, weights_in, write_bins
+from tests.cli.conftest import Run, Terminal, rejected, save_example
+from tests.saving.helpers import files_in, flip, weights_in, write_bins
 
 
 def test_reshard_shows_what_it_read_and_wrote(example: Path, tmp_path: Path, run: Run) -> None:
@@ -93,7 +92,7 @@ def test_errors_say_what_to_do(
 
 def test_damage_is_named(example: Path, tmp_path: Path, run: Run) -> None:
     file = example / "model-00001-of-00002.safetensors"
-    flip_bit(file, -1)
+    flip(file, -1)
     err = run.fails(1, "reshard", example, tmp_path / "new")
     assert f"hfshard: Tensor 'embed' of shard '{file}' is damaged" in err
     assert err.endswith(f"run 'hfshard verify {example}'.\n")
@@ -140,13 +139,6 @@ def test_convert_of_what_is_safetensors_too_is_refused_in_place(tmp_path: Path, 
     os.rename(tmp_path / "safe" / "model.safetensors", old / "model.safetensors")
     assert "also has 'model.safetensors', which is loaded instead" in run.fails(2, "convert", old, old)
     assert weights_in(old) == ["model.safetensors", "pytorch_model.bin"]
-
-
-class Terminal(io.StringIO):
-    """A terminal on which something is typed."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("YES\n", 0), ("n\n", 1), ("\n", 1), ("", 1)])
@@ -288,7 +280,7 @@ def test_verified_run_in_json(made: Path, call: Call) -> None:
 def damaged(root: Path) -> Path:
     """The run without the manifest of step 20, and with a flipped bit in step 30."""
     (root / "checkpoint-00000020" / "checkpoint.json").unlink()
-    flip_bit(root / "checkpoint-00000030" / "training_state.json", 200)
+    flip(root / "checkpoint-00000030" / "training_state.json", 200)
     return root
 
 
@@ -357,7 +349,7 @@ def test_verify_reads_every_file_of_a_training_checkpoint(made: Path, call: Call
 )
 def test_verify_names_any_damaged_file(root: Path, call: Call, name: str, offset: int | None, tensor: str) -> None:
     path = root / "checkpoint-00000020" / name
-    flip_bit(path, offset or path.stat().st_size // 3)
+    flip(path, offset or path.stat().st_size // 3)
     code, out, _ = call("verify", path.parent)
     assert code == 1
     assert f"DAMAGED  {path}{tensor}\n" in out

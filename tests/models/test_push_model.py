@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from accelerate import cpu_offload
 
-from hfshard.errors import InvalidArgumentError, UnknownArgumentError
+from hfshard.errors import UnknownArgumentError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.models.push_model import merge_tags
 from tests.helpers.tiny_bert import Bert, bert, value_of
@@ -23,12 +23,6 @@ def test_push_of_a_model_refuses_what_it_does_not_take(argument: dict[str, objec
     with pytest.raises(UnknownArgumentError):
         bert(1).push_to_hub(str(tmp_path / "hub"), **argument)
     assert not (tmp_path / "hub").exists()
-
-
-def test_pickles_are_not_pushed_on_request_either(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="does not write pickles"):
-        bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=False)
-    bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=True)
 
 
 def test_tags_are_merged_in_their_order() -> None:

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 import hfshard
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.models import rank_parts
 from hfshard.models.rank_parts import ConvertedTensor, stored_parts, trace_reverted
 from hfshard.tensors.state_dict import collect_state_dict
@@ -106,6 +106,14 @@ def test_what_shows_another_order_is_computed_from_its_sources(case: str, monkey
     reversion, sources = COMPUTED[case]
     traced = traced_as(reversion, monkeypatch)
     assert (traced.window, traced.sources) == (None, sources)
+
+
+@pytest.mark.compat
+def test_what_nobody_gave_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced_as(COMPUTED["given by nobody"][0], monkeypatch)
+    model: Any = nn.Linear(1, 1)
+    with pytest.raises(UnstorableTensorError, match=r"Cannot store 'stored': .* unknown from which ones"):
+        stored_parts(model, {"a": torch.zeros(6, 4)})
 
 
 def convert_by_computing() -> None:

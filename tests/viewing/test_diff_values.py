@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hfshard.tensors.stored_tensor import bytes_view
-from hfshard.viewing.diff_values import ValueMeasure
+from hfshard.viewing.diff_values import ChunkAdder, ValueMeasure, can_add
 from hfshard.viewing.results import ValueDiff
 
 
@@ -21,9 +21,7 @@ def measured(a: torch.Tensor, b: torch.Tensor) -> ValueDiff:
 
 def assert_close(found: ValueDiff, expected: ValueDiff) -> None:
     """The counts and the largest difference are exact."""
-    assert dataclasses.replace(found, relative_norm=0.0, cosine=None) == dataclasses.replace(
-        expected, relative_norm=0.0, cosine=None
-    )
+    assert replace(found, relative_norm=0.0, cosine=None) == replace(expected, relative_norm=0.0, cosine=None)
     assert (found.relative_norm, found.cosine) == pytest.approx((expected.relative_norm, expected.cosine), rel=1e-14)
 
 
@@ -111,3 +109,118 @@ def test_the_least_difference_of_float64_is_one() -> None:
     assert (found.changed, found.max_abs, found.relative_norm) == (1, 2**-52, 2**-53)
     least = torch.tensor([5e-324], dtype=torch.float64)
     assert measured(-least, least) == ValueDiff(1, 1, 1e-323, 2.0, -1.0, 0, 0, 0, 0)
+
+
+# Long tensors of every dtype are measured as float64 would measure them, whatever their length and place.
+
+
+SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int16, torch.bool)
+LONG = (torch.float32, torch.float64, torch.int32)
+EDGES = (1, 1023, 1024, 300_001)
+"""Elements: below, at and above a row, and more than a chunk, an odd number."""
+
+
+def numbers(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def as_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return values.to(dtype)
+    return values > 0 if dtype is torch.bool else (values * 20).to(dtype)
+
+
+def in_float64(a: torch.Tensor, b: torch.Tensor) -> ValueDiff:
+    """All at once, of finite numbers."""
+    a, b = a.double(), b.double()
+    difference = b - a
+    cosine = float(a @ b / (a.norm() * b.norm()))
+    relative = float(difference.norm() / a.norm())
+    changed = int(difference.count_nonzero())
+    return ValueDiff(len(a), changed, float(difference.abs().max()), relative, cosine, 0, 0, 0, 0)
+
+
+def assert_near(found: ValueDiff, expected: ValueDiff, digits: float) -> None:
+    assert replace(found, max_abs=0.0, relative_norm=0.0, cosine=None) == replace(
+        expected, max_abs=0.0, relative_norm=0.0, cosine=None
+    )
+    assert found.max_abs == pytest.approx(expected.max_abs, rel=1e-7)
+    assert found.relative_norm == pytest.approx(expected.relative_norm, rel=digits)
+    assert found.cosine == pytest.approx(expected.cosine, rel=digits)
+
+
+@pytest.mark.parametrize("count", EDGES)
+@pytest.mark.parametrize("dtype", SHORT + LONG, ids=str)
+def test_long_tensors_are_measured_as_in_float64(dtype: torch.dtype, count: int) -> None:
+    assert can_add(dtype, dtype)
+    a = as_dtype(numbers(count, 1) + 2, dtype)
+    b = as_dtype(numbers(count, 1) + 2 + 0.1 * numbers(count, 2), dtype)
+    assert_near(measured(a, b), in_float64(a, b), 1e-6 if dtype in SHORT else 1e-12)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32), (torch.float8_e5m2, torch.bfloat16)]
+)
+def test_two_dtypes_are_compared_in_their_order(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    a, b = numbers(300_000, 3).to(dtypes[0]), (numbers(300_000, 3) * 1.01).to(dtypes[1])
+    assert_near(measured(a, b), in_float64(a, b), 1e-6)
+
+
+def test_one_element_that_changed_a_little_is_found() -> None:
+    a = numbers(400_000, 4).bfloat16()
+    b = a.clone()
+    b[399_999] += 0.25
+    expected = in_float64(a, b)
+    assert (expected.changed, expected.max_abs) == (1, 0.25)
+    assert_near(measured(a, b), expected, 1e-6)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_tensors_may_begin_at_any_byte(offset: int) -> None:
+    a, b = numbers(2048, 5).bfloat16(), numbers(2048, 6).bfloat16()
+    moved = bytearray(offset) + bytearray(bytes_view(a))
+    measure = ValueMeasure(a.dtype, b.dtype)
+    measure.add(memoryview(moved)[offset:], bytes_view(b))
+    assert_near(measure.result(), in_float64(a, b), 1e-6)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_squares_may_leave_the_range_of_float32(factor: float) -> None:
+    a, b = (numbers(5000, seed).mul(factor).bfloat16() for seed in (7, 8))
+    assert ChunkAdder(torch.bfloat16, torch.bfloat16).add(a, b) is None
+    assert_near(measured(a, b), in_float64(a, b), 1e-12)
+
+
+def test_a_difference_too_small_for_float32_is_measured() -> None:
+    a = torch.ones(5000, dtype=torch.bfloat16)
+    a[0] = 0
+    b = a.clone()
+    b[0] = 2.0**-60
+    expected = ValueDiff(5000, 1, 2.0**-60, 2.0**-60 / math.sqrt(4999), 1.0, 0, 0, 0, 0)
+    assert_near(measured(a, b), expected, 1e-12)
+
+
+def test_tensors_at_right_angles_and_of_other_lengths() -> None:
+    a, b = torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    a[:2048], b[2048:] = 1.0, 1024.0
+    assert_near(measured(a, b), ValueDiff(4096, 4096, 1024.0, math.sqrt(1 + 1024**2), 0.0, 0, 0, 0, 0), 1e-6)
+
+
+def test_one_nan_among_many_chunks_is_left_out() -> None:
+    a = numbers(600_000, 9).bfloat16()
+    b = (a.float() * 1.5).bfloat16()
+    kept = torch.ones(600_000, dtype=torch.bool)
+    a[300_000], b[5], b[599_999] = math.nan, math.inf, math.nan
+    kept[[300_000, 5, 599_999]] = False
+    among = in_float64(a[kept], b[kept])
+    expected = replace(among, elements=600_000, changed=among.changed + 3, nan_a=1, nan_b=1, inf_b=1)
+    assert_near(measured(a, b), expected, 1e-6)
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    a = torch.zeros(3000, dtype=torch.bfloat16)
+    assert measured(a, -a) == ValueDiff(3000, 0, 0.0, 0.0, None, 0, 0, 0, 0)
+    a[7] = 3.0
+    b = a.clone()
+    b[8] = -0.0
+    assert measured(a, b) == ValueDiff(3000, 0, 0.0, 0.0, 1.0, 0, 0, 0, 0)

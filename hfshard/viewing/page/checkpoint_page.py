@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.viewing.describe import abbreviate_name
-from hfshard.viewing.module_tree import common_length, layer_grid, natural_order, parts_of_model, split_name
+from hfshard.viewing.module_tree import common_length, grow_branches, layer_grid, natural_order, parts_of_model
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, describe_model, is_path, name_of, printable_value, share_text
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
-from hfshard.viewing.run_listing import Part, PartSize, metrics_text
+from hfshard.viewing.run_listing import PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 
 _MOST_FILES: Final = 500
@@ -36,16 +36,6 @@ class _FileRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _DtypeRow:
-    dtype: str
-    tensors: int
-    parameters: int
-    nbytes: int
-    percent: float
-    """Percentage of all bytes."""
-
-
-@dataclass(frozen=True, slots=True)
 class _TensorRow:
     name: str
     node: int
@@ -60,12 +50,9 @@ class _TensorRow:
 def make_checkpoint_page(
     found: Inspection, max_shard_size: int | None = None, measured: MeasuredValues | None = None
 ) -> Page:
-    """Build the page of a checkpoint.
+    """Build the page of a checkpoint, with its numbers if they were measured.
 
-    Args:
-        found: The checkpoint's contents.
-        max_shard_size: Bytes that fill a file's bar; None: the largest file.
-        measured: Summaries of its numbers; None: not shown.
+    A file of `max_shard_size` bytes fills its bar; None: the largest file.
     """
     whole = max_shard_size or found.largest_file_bytes
     tree = make_name_tree([*(tensor.name for tensor in found.tensors), *found.tied_names])
@@ -87,10 +74,7 @@ def make_checkpoint_page(
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
             "has_checksums": any(file.digest.is_verifiable for file in found.files[:_MOST_FILES]),
             "max_shard_size": max_shard_size,
-            "dtypes": [
-                _DtypeRow(row.dtype, row.tensors, row.parameters, row.nbytes, _percent(row.nbytes, found.nbytes))
-                for row in found.dtypes
-            ],
+            "dtypes": [(row, _percent(row.nbytes, found.nbytes)) for row in found.dtypes],
             "largest": [_tensor_row(tensor, tree) for tensor in found.largest(_LARGEST)],
             "ties": _some(
                 [(printable(name) or NO_NAME, printable(stored) or NO_NAME) for name, stored in ties[:_MOST_TIES]], ties
@@ -240,30 +224,9 @@ def _coded(labels: Sequence[str]) -> list[int | str]:
     return coded
 
 
-@dataclass(slots=True)
-class _Branch:
-    """A node while the tree is built."""
-
-    name: str | None = None
-    """The full name that ends here."""
-    parts: dict[str, _Branch] = field(default_factory=dict)
-
-
 def make_name_tree(names: Iterable[str]) -> NameTree:
     """Build the tree of these names, in linear time except for sorting siblings."""
-    root = _Branch()
-    for name in names:
-        branch = root
-        for part in split_name(name):
-            following = branch.parts.get(part)
-            if following is None:
-                following = branch.parts[part] = _Branch()
-            branch = following
-        branch.name = name
-    return _in_columns(root)
-
-
-def _in_columns(root: _Branch) -> NameTree:
+    root = grow_branches(names)
     tree = NameTree([], [], [], {})
     places: dict[str, int] = {}
     stack = [("", root, 0)]
@@ -423,25 +386,10 @@ def _short(number: float | None) -> float | None:
 # The parts of a run's step besides its model, on its checkpoint's page: the optimizer, the state, other files.
 
 
-@dataclass(frozen=True, slots=True)
-class _PartRow:
-    part: Part
-    nbytes: int
-    files: int
-    percent: float
-    """Percentage of the checkpoint."""
-
-
 def with_step(page: Page, manifest: CheckpointManifest, parts: Sequence[PartSize]) -> Page:
-    """Add to a model's page what was saved with it.
-
-    Args:
-        page: The page of the checkpoint's model.
-        manifest: The checkpoint's manifest.
-        parts: The checkpoint's parts.
-    """
+    """Add to a model's page what was saved with it."""
     total = sum(part.nbytes for part in parts)
-    rows = [_PartRow(one.part, one.nbytes, one.files, _percent(one.nbytes, total)) for one in parts]
+    rows = [(part, _percent(part.nbytes, total)) for part in parts]
     fact = Fact("step of a run", f"{manifest.step:,}", printable_value(metrics_text(manifest.metrics))[:200])
     step = {"rows": rows, "nbytes": total, "problem": None}
     return replace(page, facts=(*page.facts, fact), view={**page.view, "step": step})

@@ -147,9 +147,7 @@ _ESCAPES: Final = {ord(character): f"\\u{ord(character):04x}" for character in "
 def render_page(page: Page, *, is_still: bool = False) -> str:
     """Render a page as HTML, which depends only on the page and this version of hfshard: no time, no random id.
 
-    Args:
-        page: The page.
-        is_still: Whether it is for a screenshot: without controls, and arranged to fill a low one.
+    `is_still` is for a screenshot: without controls, and arranged to fill a low one.
     """
     style = _joined(page.kind, "css")
     script = _joined(page.kind, "js")
@@ -242,18 +240,12 @@ def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) 
 
 
 @wraps_os_errors("path")
-def write_page(page: str | bytes, path: str) -> int:
+def write_page(page: str | bytes, path: str) -> None:
     """Write a page or a screenshot to a temporary file and rename it, so that readers see the old or the new one.
 
     Args:
         page: HTML, or the bytes of a PNG.
         path: The result of `checked_output`.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        FileError: The disk is full, or the directory is not writable. An old page is unchanged.
     """
     raw = page.encode() if isinstance(page, str) else page
     like = os.stat(path) if os.path.exists(path) else None
@@ -265,7 +257,6 @@ def write_page(page: str | bytes, path: str) -> int:
     except BaseException:
         unlink_if_exists(beside)
         raise
-    return len(raw)
 
 
 def _begins_with(path: str, beginning: bytes) -> bool:

@@ -119,7 +119,6 @@ def make_run_page(
     measured = [row for row in rows if row.size is not None]
     bars = bars_of([(row.written or 0, row.linked or 0) for row in measured])
     lines = [line for name in names if (line := line_of(name, latest, best)) is not None]
-    best_row = next((row for row in rows if "best" in row.states), None)
     return Page(
         kind="run",
         title=name_of(root),
@@ -136,7 +135,7 @@ def make_run_page(
             "lines": lines[:_MOST_METRICS],
             "has_log": any(line.log is not None for line in lines[:_MOST_METRICS]),
             "more_lines": max(0, len(lines) - _MOST_METRICS),
-            "best_row": best_row,
+            "has_best": _having("best", latest) is not None,
             "sentences": [text for text in (_best_sentence(listed, best), training) if text],
             "columns": [column for column in columns if column.constant is None and any(c.text for c in column.cells)],
             "constants": [(column.head, column.constant) for column in columns if column.constant is not None],
@@ -152,9 +151,13 @@ def make_run_page(
     )
 
 
+def _having(state: str, listed: Sequence[ListedCheckpoint]) -> ListedCheckpoint | None:
+    return next((one for one in listed if state in one.states), None)
+
+
 def _best_sentence(listed: Sequence[ListedCheckpoint], best: str | None) -> str:
     """Say which step is the best and by what; "" if none is."""
-    found = next((one for one in listed if one.is_best), None)
+    found = _having("best", listed)
     if best is None or found is None:
         return ""
     values = [value for one in listed if math.isfinite(value := one.metrics.get(best, math.nan))]
@@ -162,8 +165,8 @@ def _best_sentence(listed: Sequence[ListedCheckpoint], best: str | None) -> str:
     extreme = "lowest" if value == min(values) else "highest"
     shown = printable_value(metrics_text({best: value}))
     sentence = f"Step {found.step:,} is the best: {shown} is the {extreme} of {count_of(len(values), 'checkpoint')}"
-    latest = next((one for one in listed if one.is_latest and best in one.metrics), None)
-    if latest is None or latest is found:
+    latest = _having("latest", listed)
+    if latest is None or latest is found or best not in latest.metrics:
         return f"{sentence}."
     return f"{sentence}; the latest, step {latest.step:,}, has {_compared_text(latest.metrics[best], value)}."
 
@@ -188,13 +191,13 @@ def _facts(
     total = sum(one.size or 0 for one in listed)
     linked = sum(unchanged.values())
     note = f"{format_size(linked)} more unchanged: stored once" if linked else ""
-    latest = next((one for one in listed if one.is_latest), None)
+    latest = _having("latest", listed)
     damaged = sum(one.is_damaged for one in listed)
     unfinished = sum(one.is_unfinished for one in listed)
     steps = [one.step for one in listed]
     return (
-        *([] if best is None else [_best_fact(listed, best)]),
-        _latest_fact(latest, best),
+        *([] if best is None else [_step_fact("best", _having("best", listed), best, printable_value(best))]),
+        _step_fact("latest", latest, best, f"{latest.saved_text} UTC" if latest and latest.saved else ""),
         Fact("checkpoints", f"{len(listed):,}", f"steps {min(steps):,} to {max(steps):,}"),
         Fact("in the store" if is_store else "on disk", format_size(total if is_store else total - linked),
              f"{format_size(linked)} unchanged: copied there" if is_store and linked else note),
@@ -202,19 +205,11 @@ def _facts(
     )  # fmt: skip
 
 
-def _best_fact(listed: Sequence[ListedCheckpoint], best: str) -> Fact:
-    found = next((one for one in listed if one.is_best), None)
-    if found is None:
-        return Fact("best", "none", printable_value(best))
-    return Fact("best", f"step {found.step:,}", printable_value(metrics_text({best: found.metrics[best]})))
-
-
-def _latest_fact(latest: ListedCheckpoint | None, best: str | None) -> Fact:
-    if latest is None:
-        return Fact("latest", "none")
-    if best in latest.metrics:
-        return Fact("latest", f"step {latest.step:,}", printable_value(metrics_text({best: latest.metrics[best]})))
-    return Fact("latest", f"step {latest.step:,}", f"{latest.saved_text} UTC" if latest.saved is not None else "")
+def _step_fact(label: str, found: ListedCheckpoint | None, best: str | None, note: str) -> Fact:
+    """Name the step of a state with its metric; with the note, if it has no such metric, or there is no such step."""
+    if found is not None and best in found.metrics:
+        note = printable_value(metrics_text({best: found.metrics[best]}))
+    return Fact(label, "none" if found is None else f"step {found.step:,}", note)
 
 
 def _row(number: int, one: ListedCheckpoint, linked: int | None, changes: Mapping[str, StepChange]) -> _Row:
@@ -386,11 +381,7 @@ class Line:
 
 
 def bars_of(sizes: Sequence[tuple[int, int]]) -> list[Bar]:
-    """Draw a bar of written and linked bytes for each checkpoint, side by side.
-
-    Args:
-        sizes: The written and the linked bytes of each checkpoint.
-    """
+    """Draw a bar for each checkpoint's written and linked bytes, side by side."""
     most = max((written + linked for written, linked in sizes), default=0) or 1
     place = 100 / max(len(sizes), 1)
     width = min(place * (1 - _GAP), _WIDEST)
@@ -420,15 +411,9 @@ def labels_of_bars(steps: Sequence[int]) -> list[Label]:
 
 
 def line_of(metric: str, listed: Sequence[ListedCheckpoint], best: str | None = None) -> Line | None:
-    """Draw a metric; all metrics of the same checkpoints have the same axis of steps.
+    """Draw a metric, or return None if there is nothing to draw; all metrics have the same axis of steps.
 
-    Args:
-        metric: Its name.
-        listed: The checkpoints.
-        best: The metric that selects the best of them.
-
-    Returns:
-        The line, or None if there is nothing to draw.
+    `best` is the metric that selects the best checkpoint.
     """
     having = sorted(
         ((number, one, one.metrics[metric]) for number, one in enumerate(listed) if metric in one.metrics),
@@ -467,7 +452,7 @@ def line_of(metric: str, listed: Sequence[ListedCheckpoint], best: str | None = 
     if least > 0 and greatest / least >= _LEAST_RANGE:
         low, high = math.log(least), math.log(greatest)
         log = draw(lambda value: (math.log(value) - low) / (high - low), log_ticks(least, greatest))
-    best_one = next((one for one in listed if one.is_best), None)
+    best_one = _having("best", listed)
     return Line(
         printable_value(metric),
         tuple(_readings([(one, value) for _, one, value in having if math.isfinite(value)], metric, best)),
@@ -499,11 +484,7 @@ def _readings(values: Sequence[tuple[ListedCheckpoint, float]], metric: str, bes
 
 
 def linear_ticks(least: float, greatest: float) -> list[tuple[float, str]]:
-    """Choose round values between two others, also if their difference overflows.
-
-    Returns:
-        A few values with their texts; the value itself if both are the same.
-    """
+    """Choose a few round values between two others, which may be the same or too far apart to subtract."""
     spacing = _round_up((greatest / 2 - least / 2) / _TICKS * 2)
     if not spacing or math.isinf(spacing):
         return [(value, f"{value:.4g}") for value in sorted({least, greatest})]

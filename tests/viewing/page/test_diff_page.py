@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import hfshard
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
 from hfshard.viewing.model_summary import ModelSummary
-from hfshard.viewing.page.diff_page import make_diff_page
+from hfshard.viewing.page.diff_page import make_diff_page, short_names
 from hfshard.viewing.page.page import render_page
 from hfshard.viewing.results import TensorDiff, TensorEntry, ValueDiff
 from tests.viewing.adapters import make_adapter, make_base
@@ -255,3 +256,25 @@ def test_each_model_is_described_where_they_are_not_alike() -> None:
     assert alike.view["places"] == [("A", "/a", ()), ("B", "/b", ())]
     assert unlike.about == ()
     assert unlike.view["places"] == [("A", "/a", ("Bert", "2 layers")), ("B", "/b", ("Llama",))]
+
+
+# Two places have short names that differ where the places do.
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "names"),
+    [
+        ("/data/base", "/data/tuned", ("base", "tuned")),
+        ("/data/minilm/base", "/data/finetuned/base", ("minilm/base", "finetuned/base")),
+        ("/run/checkpoint-10", "/run/checkpoint-20", ("checkpoint-10", "checkpoint-20")),
+        ("org/name@v1", "org/name", ("name@v1", "name")),
+        ("/models/org/name", "org/name", ("models/org/name", "org/name")),
+        ("s3://one/run/out", "s3://two/run/out", ("one/run/out", "two/run/out")),
+        ("/data/out", "/data/out", ("out", "out")),
+        ("/", "/out", ("/", "out")),
+        (f"/1/{'x' * 80}/out", f"/2/{'x' * 80}/out", ("1/…/out", "2/…/out")),
+        ("/" + "x" * 99, "/y", ("x" * 30 + "…" + "x" * 29, "y")),
+    ],
+)
+def test_short_names_of(a: str, b: str, names: tuple[str, str]) -> None:
+    assert short_names(a, b) == names
