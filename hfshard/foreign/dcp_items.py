@@ -21,7 +21,7 @@ from hfshard.disk.safe_open import identity_of, open_regular
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.foreign.described_values import MALFORMED, pattern_of, reject_other_names
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
-from hfshard.pickles.described_file import DescribedFile, StorageRecord, layout_of
+from hfshard.pickles.described_file import STORAGES, UNTYPED, DescribedFile, StorageRecord, layout_of
 from hfshard.pickles.pickle_opcodes import describe_pickle
 from hfshard.pickles.pickle_zip import RECORD_MARK
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
@@ -40,19 +40,17 @@ _MOST_PICKLE_BYTES: Final = 64 * 1024
 _MOST_VALUE_BYTES: Final = 64 << 20
 """Limit of a record of a value that is not a tensor; a list of all parameters' names takes about 1 MB."""
 
-_REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-
 NEEDED_BY: Final = "a checkpoint of torch.distributed.checkpoint"
 """For messages."""
 
 _IN_ITEMS: Final = pattern_of(
     (
-        *_REBUILT,
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
         "torch._utils._rebuild_parameter",
         "collections.OrderedDict",
-        "torch.storage.UntypedStorage",
-        *(f"torch.{name}Storage" for name in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char")),
-        *(f"torch.{name}Storage" for name in ("Byte", "Bool", "ComplexFloat", "ComplexDouble")),
+        UNTYPED,
+        *STORAGES,
     )
 )
 """All classes and functions that an item names, in addition to torch's dtypes."""
