@@ -12,7 +12,8 @@ import torch
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, MissingShardError
 from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.foreign.foreign_run import ForeignRun
-from tests.foreign.like_deepspeed import TRAINED, assert_same, contents, state_of_model, universal, values, write
+from tests.foreign.like_deepspeed import TRAINED, contents, state_of_model, universal, values, write
+from tests.helpers.tensor_bytes import assert_same
 
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 EVERYTHING = {name: tensor for group in TRAINED for name, tensor in group.items()}
