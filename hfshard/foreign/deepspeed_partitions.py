@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from typing import Final, NamedTuple
 
@@ -147,7 +147,11 @@ class SplitParameters:
         ranks = len(flats)
         dtype = _common_dtype(self._folder, [piece for own in flats for piece in own if piece is not None])
         ranges = [
-            _Flat((begin, piece) for begin, piece in zip(_running_sums(numels), own, strict=False) if piece is not None)
+            _Flat(
+                (begin, piece)
+                for begin, piece in zip(accumulate(numels, initial=0), own, strict=False)
+                if piece is not None
+            )
             for numels, own in zip(self._numels, flats, strict=True)
         ]
         found = {}
@@ -224,10 +228,3 @@ def _common_dtype(folder: str, pieces: Collection[TensorInFile], *, is_flat: boo
     if is_flat and any(len(piece.tensor.shape) != 1 for piece in pieces):
         raise damaged(folder, "a group of parameters is not flat")
     return dtypes.pop()
-
-
-def _running_sums(numbers: Iterable[int]) -> list[int]:
-    sums = [0]
-    for number in numbers:
-        sums.append(sums[-1] + number)
-    return sums

@@ -279,7 +279,7 @@ class DescribedFile:
     ) -> None:
         self.path = path
         self.identity = identity
-        self.size = os.path.getsize(path)
+        self.size = identity[2]
         self.value = described.value
         self.names = described.names
         self._read = read
