@@ -15,6 +15,7 @@ from tests.flows.test_whole_properties import LIMITS, PACKINGS
 from tests.flows.test_whole_properties import SETTINGS as OF_SAVES
 from tests.helpers.random_state_dicts import Sample, random_tensor, state_dicts
 from tests.helpers.tensor_bytes import assert_same
+from tests.saving.helpers import files_in
 
 SETTINGS = settings(OF_SAVES, max_examples=20)
 SAME_SIZES = (torch.float32, torch.int32, torch.uint32)
@@ -31,10 +32,6 @@ def small_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         )
         for number in range(count)
     }
-
-
-def files_in(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 @SETTINGS
