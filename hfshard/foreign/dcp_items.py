@@ -22,9 +22,9 @@ from hfshard.disk.safe_open import identity_of, open_regular
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.foreign.described_values import MALFORMED, pattern_of, reject_other_names
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
-from hfshard.pickles.described_file import DescribedFile, StorageRecord, layout_of
+from hfshard.pickles.described_file import STORAGES, UNTYPED, DescribedFile, StorageRecord, layout_of
 from hfshard.pickles.pickle_opcodes import describe_pickle
-from hfshard.pickles.pickle_zip import RECORD_MARK
+from hfshard.pickles.pickle_zip import RECORD_MARK, find_directory
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 
 _EDGE_BYTES: Final = 2048
@@ -33,7 +33,7 @@ _EDGE_BYTES: Final = 2048
 _PICKLE: Final = "/data.pkl"
 
 _MOST_DIRECTORY_BYTES: Final = 64 * 1024
-"""Limit of the directory of an item's zip, which has about eight records."""
+"""Limit of the directory of an item's zip, which has about eight records, and of the zip's end."""
 
 _MOST_PICKLE_BYTES: Final = 64 * 1024
 """Limit of an item's pickle: that of one tensor."""
@@ -41,29 +41,24 @@ _MOST_PICKLE_BYTES: Final = 64 * 1024
 _MOST_VALUE_BYTES: Final = 64 << 20
 """Limit of a record of a value that is not a tensor; a list of all parameters' names takes about 1 MB."""
 
-_REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-
 NEEDED_BY: Final = "a checkpoint of torch.distributed.checkpoint"
 """For messages."""
 
 _IN_ITEMS: Final = pattern_of(
     (
-        *_REBUILT,
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
         "torch._utils._rebuild_parameter",
         "collections.OrderedDict",
-        "torch.storage.UntypedStorage",
-        *(f"torch.{name}Storage" for name in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char")),
-        *(f"torch.{name}Storage" for name in ("Byte", "Bool", "ComplexFloat", "ComplexDouble")),
+        UNTYPED,
+        *STORAGES,
     )
 )
 """All classes and functions that an item names, in addition to torch's dtypes."""
 
-_END: Final = struct.Struct("<4s4H2LH")
-_LOCATOR: Final = struct.Struct("<4sLQL")
-_LONG_END: Final = struct.Struct("<4sQ2H2L4Q")
 _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
-"""Records of a zip: its end, the locator of the long end, that end, an entry of its directory, a local header."""
+"""Records of a zip: an entry of its directory, a local header."""
 
 _LONG: Final = 0xFFFFFFFF
 """A number in 32 bits that is in the entry's extra field instead."""
@@ -262,7 +257,12 @@ class _Zip:
         self._head = file.read(begin, min(length, _EDGE_BYTES))
         self._tail = file.read(begin + max(length - _EDGE_BYTES, 0), min(length, _EDGE_BYTES))
         self._records: dict[str, _Record] = {}
-        count, self._end = self._find_directory()
+        directory = find_directory(self._tail, length)
+        if directory is None:
+            raise ValueError("no end of a zip")
+        self._end, count = directory
+        if length - self._end > _MOST_DIRECTORY_BYTES:
+            raise ValueError("a directory that is too large")
         self._read_directory(count)
         pickles = [name for name in self._records if name.endswith(_PICKLE) and name.count("/") == 1]
         if len(pickles) != 1:
@@ -290,23 +290,6 @@ class _Zip:
         if record.crc32 and zlib.crc32(raw) != record.crc32:
             raise ValueError(f"a record '{name}' that differs from its checksum")
         return raw
-
-    def _find_directory(self) -> tuple[int, int]:
-        """Return the number of records, and the position of the directory in the item."""
-        mark, _, _, _, count, size, start, comment_bytes = _END.unpack(self._tail[-_END.size :])
-        end = self._length - _END.size
-        if mark != b"PK\x05\x06" or comment_bytes:
-            raise ValueError("no end of a zip")
-        locator = self._tail[-_END.size - _LOCATOR.size : -_END.size]
-        if locator.startswith(b"PK\x06\x07"):
-            end -= _LOCATOR.size + _LONG_END.size
-            before = self._tail[: -_END.size - _LOCATOR.size]
-            mark, _, _, _, _, _, _, count, size, start = _LONG_END.unpack(before[-_LONG_END.size :])
-            if mark != b"PK\x06\x06" or _LOCATOR.unpack(locator)[2] != end:
-                raise ValueError("two ends of a zip")
-        if start + size != end or size > _MOST_DIRECTORY_BYTES:
-            raise ValueError("a directory that is not before its end")
-        return count, start
 
     def _read_directory(self, count: int) -> None:
         raw = self._bytes(self._end, self._length - self._end)

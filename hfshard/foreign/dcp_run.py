@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +30,7 @@ from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.parts_of_ranks import DCP_METADATA
 from hfshard.pickles.described_file import reject_code
 from hfshard.pickles.plain_values import PlainValues, read_plain_file
+from hfshard.pickles.read_pickle import iter_nested
 from hfshard.shards.ranged_shard import read_full_tensors
 
 Path = tuple[str | int, ...]
@@ -264,7 +265,7 @@ class _SavedDirectory:
 
     def _with_tensors(self, tree: Any) -> Any:
         """Return nested values with the tensors that they name, which are read."""
-        names = [one.fqn for one in _stored_in(tree)]
+        names = [one.fqn for one in iter_nested(tree) if isinstance(one, _Stored)]
         if not names:
             return tree
         shard = ForeignShard(self.table({fqn: fqn for fqn in names}))
@@ -322,14 +323,6 @@ def _nest(leaves: Mapping[Path, Any]) -> Any:
     if any(isinstance(key, int) for key in built):
         return [built[number] for number in range(len(built))]
     return built
-
-
-def _stored_in(tree: Any) -> Iterable[_Stored]:
-    if isinstance(tree, _Stored):
-        yield tree
-    elif isinstance(tree, dict | list):
-        for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from _stored_in(one)
 
 
 def _filled(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -49,6 +49,7 @@ from hfshard.foreign.deepspeed_partitions import SplitGroups, SplitParameters, j
 from hfshard.foreign.described_values import damaged, missing_rank
 from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.format.file_names import is_safe_file_name
+from hfshard.format.parts_of_ranks import names_in
 
 Rank = TypeVar("Rank", int, int | None)
 
@@ -78,27 +79,25 @@ _SHOWN: Final = 8
 """The most names in a message."""
 
 
-def read_deepspeed(directory: str, tag: str | None = None, *, masters: bool = True) -> ForeignTable:
+def read_deepspeed(directory: str, tag: str, *, masters: bool = True) -> ForeignTable:
     """Read where the weights and buffers of a DeepSpeed checkpoint are; of them, no byte is read.
 
     Args:
         directory: The folder of a tag, or the one above it.
-        tag: The result of `find_tag` for it; None: not known yet.
+        tag: The result of `find_tag` for it.
         masters: Return the float32 masters, where there are any. False: the weights as they were trained.
 
     Raises:
-        CheckpointNotFoundError: There are no files of DeepSpeed.
-        AmbiguousWeightsError: There are several tags, and none is the latest.
         InvalidArgumentError: The parts cannot be joined: experts, tensor parallel slices, and others, by name. Or the
             weights as trained are wanted of ZeRO-3, which does not save them.
         MissingShardError: A rank's file is missing.
         DamagedCheckpointError: The files don't fit together, or are not as DeepSpeed writes them.
         UnsafePickleError, UnsafePathError: A file names what no checkpoint needs, or leads out of the directory.
     """
-    return _Reader(directory, _tag_of(directory) if tag is None else tag, masters).read()
+    return _Reader(directory, tag, masters).read()
 
 
-def read_deepspeed_run(directory: str, tag: str | None = None) -> ForeignRun:
+def read_deepspeed_run(directory: str, tag: str) -> ForeignRun:
     """Read a run of DeepSpeed by names: masters, the optimizer's state, and what the model's file has besides weights.
 
     Args:
@@ -108,19 +107,7 @@ def read_deepspeed_run(directory: str, tag: str | None = None) -> ForeignRun:
         InvalidArgumentError: The optimizer's state is by position, or not one value for each element.
         What `read_deepspeed` raises.
     """
-    tag = _tag_of(directory) if tag is None else tag
     return _Reader(directory, tag, masters=True, with_state=True).read_run()
-
-
-def _tag_of(directory: str) -> str:
-    tag = find_tag(directory)
-    if tag is None:
-        raise CheckpointNotFoundError(
-            f"'{directory}' has no files of DeepSpeed. Pass the directory with its folders of tags, such as "
-            "global_step1000, or one of these folders.",
-            path=directory,
-        )
-    return tag
 
 
 def find_tag(directory: str) -> str | None:
@@ -134,13 +121,11 @@ def find_tag(directory: str) -> str | None:
         CheckpointNotFoundError: The latest one is missing, but others exist.
         UnsafePathError: The file `latest` names something other than a folder in the directory.
     """
-    if _has_states(directory):
+    names = names_in(directory)
+    if _has_states(names):
         return ""
-    try:
-        folders = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
-    tags = [name for name in folders if _has_states(os.path.join(directory, name))]
+    folders = {name: os.path.join(directory, name) for name in names}
+    tags = [name for name, folder in folders.items() if os.path.isdir(folder) and _has_states(names_in(folder))]
     if not tags:
         return None
     for name in _LATEST:
@@ -172,12 +157,9 @@ def find_tag(directory: str) -> str | None:
     return tags[0]
 
 
-def _has_states(folder: str) -> bool:
-    """Return whether files of DeepSpeed are directly in a folder."""
-    try:
-        return any(pattern.fullmatch(name) for name in os.listdir(folder) for pattern in _FILES)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return False
+def _has_states(names: Iterable[str]) -> bool:
+    """Return whether files of DeepSpeed are among the names."""
+    return any(pattern.fullmatch(name) for name in names for pattern in _FILES)
 
 
 def _paths(directory: str, names: Sequence[str]) -> str:

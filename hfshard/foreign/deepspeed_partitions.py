@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from typing import Final, NamedTuple
 
@@ -14,11 +14,10 @@ from hfshard._util.text import shorten_list
 from hfshard.foreign.byte_runs import ByteRun, ForeignTensor
 from hfshard.foreign.deepspeed_files import ModelStates, OptimizerStates, Shapes, TensorInFile
 from hfshard.foreign.described_values import damaged
+from hfshard.pickles.described_file import is_count
 
 _ALIGNMENT: Final = 2
 """A group of ZeRO 1 and 2 is padded to a multiple of this per rank."""
-_MOST_ELEMENTS: Final = 1 << 62
-"""A file may have numbers of any length."""
 _SHOWN: Final = 8
 """The most numbers in a message."""
 
@@ -95,17 +94,13 @@ def _gaps(folder: str, number: int, count: int, partitions: Sequence[OptimizerSt
     found = [0] * count
     for one in partitions:
         gaps = found if one.gaps is None else next(iter(one.gaps[number : number + 1]), None)
-        if not isinstance(gaps, list) or len(gaps) != count or not all(map(_is_gap, gaps)):
+        if not isinstance(gaps, list) or len(gaps) != count or not all(map(is_count, gaps)):
             raise damaged(folder, f"'{one.file}' has other paddings than one for each parameter of a group")
         if one is partitions[0]:
             found = gaps
         if gaps != found:
             raise damaged(folder, f"'{one.file}' and '{partitions[0].file}' have different paddings")
     return found
-
-
-def _is_gap(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST_ELEMENTS
 
 
 def _partition_size(folder: str, total: int, pieces: Sequence[TensorInFile]) -> int:
@@ -152,7 +147,11 @@ class SplitParameters:
         ranks = len(flats)
         dtype = _common_dtype(self._folder, [piece for own in flats for piece in own if piece is not None])
         ranges = [
-            _Flat((begin, piece) for begin, piece in zip(_running_sums(numels), own, strict=False) if piece is not None)
+            _Flat(
+                (begin, piece)
+                for begin, piece in zip(accumulate(numels, initial=0), own, strict=False)
+                if piece is not None
+            )
             for numels, own in zip(self._numels, flats, strict=True)
         ]
         found = {}
@@ -229,10 +228,3 @@ def _common_dtype(folder: str, pieces: Collection[TensorInFile], *, is_flat: boo
     if is_flat and any(len(piece.tensor.shape) != 1 for piece in pieces):
         raise damaged(folder, "a group of parameters is not flat")
     return dtypes.pop()
-
-
-def _running_sums(numbers: Iterable[int]) -> list[int]:
-    sums = [0]
-    for number in numbers:
-        sums.append(sums[-1] + number)
-    return sums

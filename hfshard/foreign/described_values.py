@@ -11,17 +11,11 @@ import torch
 
 from hfshard._util.text import shorten_list
 from hfshard.errors import DamagedCheckpointError, MissingShardError, UnsafePickleError
-from hfshard.pickles.described_file import meaning
+from hfshard.pickles.described_file import MOST_DIMENSIONS, is_count, meaning
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
 
 MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors of this module, and of reading a value that is not what it should be."""
-
-_MOST_DIMENSIONS: Final = 64
-"""As many as torch allows."""
-
-_NUMBER_BITS: Final = 63
-"""Of a number of bytes or elements; a file may have numbers of any length."""
 
 _SHOWN: Final = 8
 """The most ranks in a message."""
@@ -77,15 +71,15 @@ def parse_text(value: Any) -> str:
 
 def parse_count(value: Any) -> int:
     """Return a number of bytes or elements."""
-    if type(value) is not int or value < 0 or value.bit_length() > _NUMBER_BITS:
+    if not is_count(value):
         raise TypeError("a number that is not an int, or negative, or too large")
-    return value
+    return int(value)
 
 
 def parse_shape(value: Any) -> tuple[int, ...]:
     """Return a torch.Size, or another sequence of sizes."""
     numbers = value.arguments[0] if isinstance(value, DescribedObject) and value.name == "torch.Size" else value
-    if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMENSIONS:
+    if not isinstance(numbers, tuple | list) or len(numbers) > MOST_DIMENSIONS:
         raise TypeError(f"a {type(numbers).__name__} in place of sizes, or too many")
     return tuple(map(parse_count, numbers))
 

@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 
 from hfshard._util.text import shorten_list
 from hfshard.constants import CONFIG_NAME
-from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.foreign_run import ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
-from hfshard.format.parts_of_ranks import DCP_METADATA
+from hfshard.format.parts_of_ranks import DCP_METADATA, names_in, only_model
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
@@ -139,17 +139,8 @@ def folder_of_model(directory: str, entry: str) -> str:
 def _find_dcp(directory: str) -> str | None:
     if os.path.isfile(os.path.join(directory, DCP_METADATA)):
         return DCP_METADATA
-    try:
-        folders = [name for name in sorted(os.listdir(directory)) if _FSDP_FOLDER.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
-    found = [name for name in folders if os.path.isfile(os.path.join(directory, name, DCP_METADATA))]
-    if len(found) > 1:
-        paths = shorten_list([os.path.join(directory, name) for name in found], _SHOWN, quote=True)
-        raise AmbiguousWeightsError(
-            f"'{directory}' has {len(found)} models. Pass one of them: {paths}.", path=directory
-        )
-    return f"{found[0]}/{DCP_METADATA}" if found else None
+    entries = [f"{name}/{DCP_METADATA}" for name in names_in(directory) if _FSDP_FOLDER.fullmatch(name)]
+    return only_model(directory, [entry for entry in entries if os.path.isfile(os.path.join(directory, entry))])
 
 
 def _read_dcp(directory: str, entry: str, key: str | None) -> ForeignTable:

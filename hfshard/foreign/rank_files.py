@@ -20,11 +20,7 @@ from typing import Any, Final
 
 from hfshard._util.text import count_of, shorten_list
 from hfshard.disk.safe_open import Identity
-from hfshard.errors import (
-    AmbiguousWeightsError,
-    HfshardError,
-    InvalidArgumentError,
-)
+from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, ForeignTensor, StoredRecord, joined_tensor
 from hfshard.foreign.described_values import (
     MALFORMED,
@@ -38,6 +34,7 @@ from hfshard.foreign.described_values import (
     reject_other_names,
 )
 from hfshard.foreign.foreign_run import ForeignRun
+from hfshard.format.parts_of_ranks import names_in, only_model
 from hfshard.pickles.described_file import DescribedFile, DescribedTensor, described_file
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
 
@@ -109,13 +106,7 @@ def find_rank_files(directory: str) -> str | None:
     if files := _files_in(directory):
         return files[0][-1]
     below = {name: _files_in(os.path.join(directory, name)) for name in _FOLDERS}
-    found = [f"{name}/{files[0][-1]}" for name, files in below.items() if files]
-    if len(found) > 1:
-        paths = shorten_list([os.path.join(directory, os.path.dirname(name)) for name in found], _SHOWN, quote=True)
-        raise AmbiguousWeightsError(
-            f"'{directory}' has {len(found)} models. Pass one of them: {paths}.", path=directory
-        )
-    return found[0] if found else None
+    return only_model(directory, [f"{name}/{files[0][-1]}" for name, files in below.items() if files])
 
 
 def read_rank_files(directory: str) -> ForeignTable:
@@ -192,11 +183,7 @@ def read_rank_run(directory: str) -> ForeignRun:
 
 def _files_in(directory: str) -> list[tuple[int, int, str]]:
     """List the ranks' files of a directory: number of ranks, rank, name."""
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []
-    matches = [match for match in map(_NAME.fullmatch, sorted(names)) if match is not None]
+    matches = filter(None, map(_NAME.fullmatch, names_in(directory)))
     return [(int(match[1]), int(match[2]), match[0]) for match in matches]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hfshard.errors import CheckpointNotFoundError
+from hfshard._util.text import shorten_list
+from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError
 
 _DEEPSPEED: Final = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|expp_rank|layer|expert)_\d+.*_states\.pt")
 """DeepSpeed's files in a folder such as `global_step20`: models, optimizers, pipeline layers and experts."""
@@ -57,6 +58,8 @@ _DEPTH: Final = 3
 """Levels that are searched: a Trainer run has `checkpoint-500/global_step500/FILE`."""
 _MOST_PATHS: Final = 20_000
 """The most paths to list: a message is not worth more time."""
+_SHOWN: Final = 8
+"""The most models in a message."""
 _NUMBER: Final = re.compile(r"(\d{1,18})\Z")
 """A step, in at most 64 bits: a foreign name may have any number of digits."""
 
@@ -119,6 +122,29 @@ def describe_parts(paths: Collection[str], place: str, *, is_directory: bool = T
             models = [one for one in kept if not one.rpartition("/")[2].startswith("optimizer")]
             return _Parts(place, is_directory, (models or kept)[-1], near).describe(pattern, what, todo)
     return None
+
+
+def names_in(directory: str) -> list[str]:
+    """List a directory, sorted; return nothing if there is none, or it may not be listed."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+def only_model(directory: str, entries: Sequence[str]) -> str | None:
+    """Return the only entry of a directory's models, relative to it; None if there is none.
+
+    Raises:
+        AmbiguousWeightsError: There are several.
+    """
+    if len(entries) > 1:
+        paths = [os.path.join(directory, os.path.dirname(entry)) for entry in entries]
+        raise AmbiguousWeightsError(
+            f"'{directory}' has {len(entries)} models. Pass one of them: {shorten_list(paths, _SHOWN, quote=True)}.",
+            path=directory,
+        )
+    return next(iter(entries), None)
 
 
 def reject_partitioned_file(value: object, path: str) -> None:

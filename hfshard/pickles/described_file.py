@@ -182,7 +182,7 @@ def _from_bytes(raw: Any, dtype: Any, count: int) -> Any:
 
 _PICKLE: Final = "/data.pkl"
 
-_STORAGES: Final = {
+STORAGES: Final = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
     "torch.HalfStorage": torch.float16,
@@ -198,7 +198,7 @@ _STORAGES: Final = {
 }
 """Names of the storage classes, and the dtypes of their tensors."""
 
-_UNTYPED: Final = "torch.storage.UntypedStorage"
+UNTYPED: Final = "torch.storage.UntypedStorage"
 """The storage class of dtypes without one of their own; its number of elements is that of bytes."""
 
 _REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
@@ -208,14 +208,19 @@ _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TYPES: Final = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 """Classes that add nothing to a tensor's numbers."""
 
-_MOST_DIMENSIONS: Final = 64
+MOST_DIMENSIONS: Final = 64
 """As many as torch allows; a pickle can have one long shape for many tensors."""
 
 _NUMBER_BITS: Final = 63
-"""Of a size; a file may have numbers of any length."""
+"""Of a number of bytes or elements; a file may have numbers of any length."""
 
 _PROPERTIES_AT: Final = {"torch._utils._rebuild_tensor_v2": 6, _REBUILT_UNTYPED: 7}
 """Function -> the position of the argument with properties that change the numbers, such as conjugation."""
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a number of bytes or elements."""
+    return type(value) is int and value >= 0 and value.bit_length() <= _NUMBER_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +279,7 @@ class DescribedFile:
     ) -> None:
         self.path = path
         self.identity = identity
-        self.size = os.path.getsize(path)
+        self.size = identity[2]
         self.value = described.value
         self.names = described.names
         self._read = read
@@ -325,10 +330,9 @@ class DescribedFile:
         layout = layout_of(described)
         if layout is None:
             return None
-        if len(layout.size) > _MOST_DIMENSIONS:
+        if len(layout.size) > MOST_DIMENSIONS:
             raise ValueError("more dimensions than torch allows")
-        numbers = (layout.first, *layout.size, *layout.stride)
-        if any(type(number) is not int or number < 0 or number.bit_length() > _NUMBER_BITS for number in numbers):
+        if not all(map(is_count, (layout.first, *layout.size, *layout.stride))):
             raise TypeError("a size, stride or offset that is not an int, or negative, or too large")
         record = self._find(layout.key)
         if record.size != layout.nbytes:
@@ -381,9 +385,9 @@ def layout_of(described: DescribedObject) -> DescribedLayout | None:
     kind_name = kind.name if isinstance(kind, GlobalReference) else ""
     if name == _REBUILT_UNTYPED:
         dtype = meaning(rest[2])
-        itemsize = 1 if kind_name == _UNTYPED else 0
+        itemsize = 1 if kind_name == UNTYPED else 0
     else:
-        dtype = _STORAGES[kind_name]
+        dtype = STORAGES[kind_name]
         itemsize = dtype.itemsize
     if not isinstance(dtype, torch.dtype) or not itemsize:
         raise TypeError("the dtype is not known")
@@ -453,7 +457,7 @@ def _describe_old_format(
     keys = describe_pickle(stream, path).value
     places: dict[str, tuple[int, int]] = {}
     try:
-        sizes = {one.arguments[2]: _STORAGES[one.arguments[1].name].itemsize for one in described.storages}
+        sizes = {one.arguments[2]: STORAGES[one.arguments[1].name].itemsize for one in described.storages}
         is_little = machine["little_endian"] is True
         at = file.tell()
         for key in keys:

@@ -94,8 +94,10 @@ class _Machine(ABC):
         self.stack.append(value)
 
     def last(self, count: int) -> list[Any]:
-        """Remove the last values and return them, fewer if there are no more: torch rejects that later."""
+        """Remove the last values and return them."""
         items = self.stack[-count:]
+        if len(items) != count:
+            raise _Unreadable("a tuple with too few items")
         del self.stack[-count:]
         return items
 
@@ -338,9 +340,6 @@ class _Scan(_Machine):
             owner.size += len(items)
             if owner.items is not None:
                 owner.items += items
-
-    def set_item(self) -> None:
-        self.set_items(self.last(2))  # the key is checked even if there is no dict, which torch rejects
 
     def set_items(self, items: list[Any]) -> None:
         for key in items[::2]:
@@ -632,12 +631,6 @@ class _Description(_Machine):
         super().__init__()
         self.names: set[str] = set()
         self.storages: list[DescribedObject] = []
-
-    def last(self, count: int) -> list[Any]:
-        items = super().last(count)
-        if len(items) != count:
-            raise _Unreadable("a tuple with too few items")
-        return items
 
     def tuple_of(self, items: list[Any]) -> Any:
         return tuple(items)

@@ -26,14 +26,9 @@ _BYTEORDER_BYTES: Final = 3
 _PICKLE: Final = "data.pkl"
 """End of the name of the record with the pickle."""
 
-_END_BYTES: Final = 22
-"""Size of a zip's last record, which says where the directory is; torch.save writes nothing after it."""
-_END_MARK: Final = b"PK\x05\x06"
-_LOCATOR_BYTES: Final = 20
-"""Size of the record before it in large zips, and in all of torch.save's: it locates the long form of the last one."""
-_LOCATOR_MARK: Final = b"PK\x06\x07"
-_LONG_END_BYTES: Final = 56
-_LONG_END_MARK: Final = b"PK\x06\x06"
+END_BYTES: Final = 98
+"""Size of a zip's last records: the long end in large zips, and in all of torch.save's (56), its locator (20), the end
+(22)."""
 
 
 def check_archive(fd: int, path: str) -> None:
@@ -54,7 +49,8 @@ def check_archive(fd: int, path: str) -> None:
         reject_other_archive({record.filename for record in records}, path)
         if any(record.filename != record.orig_filename for record in records):
             raise damaged_pickle(path, "a record has two names")
-        if _directory(fd) != (archive.start_dir, len(records)):
+        size = os.fstat(fd).st_size
+        if find_directory(os.pread(fd, END_BYTES, max(0, size - END_BYTES)), size) != (archive.start_dir, len(records)):
             raise damaged_pickle(path, "its directory is not where its end says")
         ends = [record.header_offset for record in records[1:]] + [archive.start_dir]
         for record, end in zip(records, ends, strict=True):
@@ -126,26 +122,28 @@ def _name(record: zipfile.ZipInfo) -> str:
     return record.filename.lower()
 
 
-def _directory(fd: int) -> tuple[int, int] | None:
+def find_directory(tail: bytes, size: int) -> tuple[int, int] | None:
     """Read from a zip's end where its directory starts, and the number of records; None if the end is ambiguous.
 
     Python takes the bytes before the end as the directory, so that a program can precede a zip, and skips what follows
     the end; torch reads where the end says. So one file could be two zips, and torch would read the one that was not
     checked.
+
+    Args:
+        tail: The zip's last bytes, at least `END_BYTES` of them if it has so many.
+        size: All its bytes.
     """
-    size = os.fstat(fd).st_size
-    count = _LONG_END_BYTES + _LOCATOR_BYTES + _END_BYTES
-    raw = os.pread(fd, count, max(0, size - count))
-    end, before = raw[-_END_BYTES:], raw[:-_END_BYTES]
-    locator, long_end = before[-_LOCATOR_BYTES:], before[:-_LOCATOR_BYTES]
-    if not end.startswith(_END_MARK):
+    before, locator, end = tail[:-42], tail[-42:-22], tail[-22:]
+    stop, fields = size - 22, (end[12:16], end[16:20], end[10:12])
+    if not end.startswith(b"PK\x05\x06") or end[20:] != b"\0\0":
         return None
-    if not locator.startswith(_LOCATOR_MARK):
-        return int.from_bytes(end[16:20], "little"), int.from_bytes(end[10:12], "little")
-    at = size - len(raw)
-    if not long_end.startswith(_LONG_END_MARK) or int.from_bytes(locator[8:16], "little") != at:
-        return None
-    return int.from_bytes(long_end[48:56], "little"), int.from_bytes(long_end[32:40], "little")
+    if locator.startswith(b"PK\x06\x07"):
+        long_end = before[-56:]
+        stop, fields = size - END_BYTES, (long_end[40:48], long_end[48:56], long_end[32:40])
+        if not long_end.startswith(b"PK\x06\x06") or int.from_bytes(locator[8:16], "little") != stop:
+            return None
+    length, start, count = (int.from_bytes(field, "little") for field in fields)
+    return (start, count) if start + length == stop else None
 
 
 def record_offset(fd: int, path: str, record: zipfile.ZipInfo) -> int:

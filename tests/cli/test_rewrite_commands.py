@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import hfshard
 from hfshard.cli.main import main, make_parser
 from hfshard.training import CheckpointManager, TrainingState
 from tests.cli.conftest import Run, Terminal, rejected, save_example
+from tests.helpers.evil import Evil
 from tests.saving.helpers import files_in, flip, weights_in, write_bins
 
 
@@ -119,11 +119,6 @@ def test_convert_says_that_a_pickle_without_checksums_was_not_compared(tmp_path:
     assert "in 1 file" in done.stdout.splitlines()[0] and "compared" not in done.stdout.splitlines()[0]
     assert "has no checksums of its tensors: its structure was checked, but not its bytes." in done.stderr
     assert hfshard.load_state_dict(old)["a"].tolist() == [1.0, 1.0, 1.0]
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("true",)
 
 
 def test_convert_refuses_an_unsafe_pickle_by_name(tmp_path: Path, run: Run) -> None:

@@ -33,8 +33,8 @@ from hfshard.tensors.parameter_names import compare_keys, match_prefixes, select
 from hfshard.tensors.tied import find_shared_tensors
 from tests.helpers import processes
 from tests.helpers.memory import MIB, peak_during
-from tests.helpers.random_state_dicts import DTYPES, Sample, assert_same, fingerprint, random_tensor, state_dicts
-from tests.helpers.tensor_bytes import bytes_of
+from tests.helpers.random_state_dicts import DTYPES, Sample, fingerprint, random_tensor, state_dicts
+from tests.helpers.tensor_bytes import assert_same, bytes_of
 
 SETTINGS = settings(
     derandomize=True,
@@ -131,9 +131,7 @@ def _assert_every_name_lies_in_exactly_one_file_and_no_file_is_over_the_limit(
 
 def _assert_every_bit_comes_back_and_ties_are_tied_again(sample: Sample, folder: Path) -> None:
     loaded = hfshard.load_state_dict(folder, verify="full")
-    assert loaded.keys() == sample.state_dict.keys()
-    for name, tensor in sample.state_dict.items():
-        assert_same(loaded[name], tensor, name)
+    assert_same(loaded, sample.state_dict)
     for name, other in sample.tied.items():
         assert loaded[name] is loaded[other]
     assert hfshard.verify_checkpoint(folder).problems == ()
@@ -145,9 +143,7 @@ def _assert_stock_safetensors_reads_the_same_bits(sample: Sample, folder: Path, 
         found |= load_file(file)
         with safe_open(file, framework="pt") as opened:
             assert opened.metadata()["format"] == "pt"
-    assert found.keys() == index.weight_map.keys()
-    for name, tensor in found.items():
-        assert_same(tensor, sample.state_dict[name], name)
+    assert_same(found, {name: sample.state_dict[name] for name in index.weight_map})
 
 
 @SETTINGS
@@ -181,9 +177,7 @@ def test_complex_of_other_widths_comes_back_though_the_format_lacks_it(
     sample: Sample, limit: int, packing: Packing
 ) -> None:
     with saved(sample, limit, packing) as (folder, _):
-        loaded = hfshard.load_state_dict(folder, verify="full")
-        for name, tensor in sample.state_dict.items():
-            assert_same(loaded[name], tensor, name)
+        assert_same(hfshard.load_state_dict(folder, verify="full"), sample.state_dict)
         assert [path.name for path in weights_in(folder) if not WeightFile.read(path).fits(limit)] == []
 
 
@@ -193,8 +187,7 @@ def test_each_dtype_comes_back_by_us_and_by_stock_safetensors(dtype: torch.dtype
     hfshard.save_state_dict({"t": tensor, "u": tensor.t() if dtype.itemsize > 0 else tensor}, tmp_path)
     loaded, stock = hfshard.load_state_dict(tmp_path, verify="full"), load_file(tmp_path / "model.safetensors")
     for found in (loaded, stock):
-        assert_same(found["t"], tensor, "t")
-        assert_same(found["u"], tensor.t(), "u")
+        assert_same(found, {"t": tensor, "u": tensor.t()})
 
 
 FEW, FEW_ON_DISK, FEW_IN_LISTS = 250, 200, 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+from hfshard.foreign.byte_runs import ForeignTable
+from hfshard.foreign.foreign_shard import ForeignShard
+from hfshard.shards.ranged_shard import read_full_tensors
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -86,3 +91,9 @@ def save_dcp(
     for number, out in enumerate(written):
         (directory / f"__{number}_0.distcp").write_bytes(out.getvalue())
     return metadata
+
+
+def tensors_of(table: ForeignTable) -> dict[str, torch.Tensor]:
+    """Read the tensors of a table."""
+    with closing(ForeignShard(table)) as shard:
+        return read_full_tensors([(shard, list(shard.header.tensors))], torch.device("cpu"))

@@ -282,11 +282,3 @@ def values(table: ForeignTable) -> dict[str, torch.Tensor]:
         flat = torch.frombuffer(raw, dtype=tensor.dtype) if raw else torch.empty(0, dtype=tensor.dtype)
         found[name] = flat.view(tensor.shape)
     return found | {alias: found[name] for alias, name in table.aliases.items()}
-
-
-def assert_same(actual: Tensors, wanted: Tensors) -> None:
-    """Compare names, dtypes, shapes and values."""
-    assert sorted(actual) == sorted(wanted)
-    for name, tensor in wanted.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert actual[name].equal(tensor), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -33,24 +32,19 @@ from hfshard.errors import (
 )
 from hfshard.foreign.byte_runs import ByteRun
 from hfshard.foreign.dcp_directory import read_dcp_directory
-from hfshard.foreign.foreign_shard import ForeignShard
-from hfshard.shards.ranged_shard import read_full_tensors
-from tests.foreign.dcp_files import Box, halves, save_dcp
+from tests.foreign.dcp_files import Box, halves, save_dcp, tensors_of
+from tests.helpers.evil import Evil
+from tests.helpers.tensor_bytes import assert_same
 
 
 def read(directory: Path, key: str | None = None) -> dict[str, torch.Tensor]:
     """Read all tensors of the model in a directory."""
-    shard = ForeignShard(read_dcp_directory(str(directory), key))
-    tensors = read_full_tensors([(shard, list(shard.header.tensors))], torch.device("cpu"))
-    shard.close()
-    return tensors
+    return tensors_of(read_dcp_directory(str(directory), key))
 
 
 def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+    assert_same(found, expected)
 
 
 def in_four(shape: tuple[int, int], row: int, column: int) -> list[Box]:
@@ -83,11 +77,7 @@ def test_chunks_are_joined(name: str, dtype: torch.dtype, tmp_path: Path) -> Non
     tensor = (torch.randn(shape) * 3).to(dtype)
     save_dcp(tmp_path, {"model.w": tensor}, {"model.w": chunks})
 
-    (found,) = read(tmp_path).values()
-
-    assert found.dtype == dtype
-    assert found.shape == shape
-    assert torch.equal(found.view(torch.uint8) if shape else found, tensor.view(torch.uint8) if shape else tensor)
+    assert_same(read(tmp_path), {"w": tensor})
 
 
 def test_rows_of_a_chunk_are_one_run(tmp_path: Path) -> None:
@@ -320,11 +310,6 @@ def test_changed_metadata_are_refused(name: str, tmp_path: Path) -> None:
 
     with pytest.raises(error, match=message):
         read(tmp_path / "d")
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch evil",)
 
 
 @pytest.mark.parametrize("field", ["planner_data", "storage_meta", "version"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import random
 import zipfile
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch import nn
 from hfshard.disk.direct_io import is_cached
 from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from hfshard.foreign.dcp_items import Chunk, FoundChunk, open_items
+from tests.helpers.evil import Evil
 from tests.helpers.page_cache import make_cold
 
 BEFORE = b"another item"
@@ -95,11 +95,6 @@ def test_items_of_safetensors_are_found(tmp_path: Path) -> None:
     raw = (tmp_path / "0").read_bytes()
     assert raw[found.offset : found.offset + 24] == torch.arange(6.0).numpy().tobytes()
     assert found.crc32 is None
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("true",)
 
 
 def rewritten(change: Callable[[str, bytes], tuple[str, bytes]], compression: int = zipfile.ZIP_STORED) -> bytes:

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, UnsafePickleError
-from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_run import read_dcp_run
 from hfshard.foreign.foreign_run import ForeignGroup, ForeignRun
-from hfshard.foreign.foreign_shard import ForeignShard
-from hfshard.shards.ranged_shard import read_full_tensors
-from tests.foreign.dcp_files import halves, save_dcp
+from tests.foreign.dcp_files import halves, save_dcp, tensors_of
 from tests.foreign.producers.cases import CASES, Case
-from tests.foreign.producers.truth import assert_same, checkpoint_of, read_truth
+from tests.foreign.producers.truth import checkpoint_of, read_truth
 from tests.foreign.test_matrix import parameters, place_of
+from tests.helpers.evil import Evil
+from tests.helpers.tensor_bytes import assert_same
 
 RUNS = [
     case
@@ -27,14 +26,6 @@ RUNS = [
     if case.producer.startswith("programs:") or case.arguments.get("layout") in ("nested", "app", "torchtitan")
 ]
 MATRICES = {"embed.weight", "up.weight", "down.weight"}
-
-
-def tensors_of(table: ForeignTable) -> dict[str, torch.Tensor]:
-    shard = ForeignShard(table)
-    try:
-        return read_full_tensors([(shard, list(shard.header.tensors))], torch.device("cpu"))
-    finally:
-        shard.close()
 
 
 def run_in(checkpoint: Path) -> ForeignRun:
@@ -124,11 +115,6 @@ def test_weights_alone_have_no_optimizer(tmp_path: Path) -> None:
 
     assert run.optimizer is None
     assert sorted(run.weights.tensors) == ["v", "w"]
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch evil",)
 
 
 class Other:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from hfshard.errors import (
     MissingShardError,
     UnsafePathError,
 )
-from hfshard.foreign.deepspeed import find_tag, read_deepspeed
+from hfshard.foreign.byte_runs import ForeignTable
+from hfshard.foreign.deepspeed import find_tag
+from hfshard.foreign.find_foreign import find_foreign, open_foreign
 from tests.foreign.like_deepspeed import (
     BUFFERS,
     FROZEN,
     SHARED,
     TRAINED,
     ZeroStageEnum,
-    assert_same,
     contents,
     expected,
     state_of_model,
@@ -35,6 +37,7 @@ from tests.foreign.like_deepspeed import (
     write,
     zero_partitions,
 )
+from tests.helpers.tensor_bytes import assert_same
 
 RANK_0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -46,12 +49,17 @@ HUGE = [{"a": (2**62, 2**62), "b": (1,)}, {"c": (1,)}, {"d": (1,)}]
 MODEL_1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
 
+def read(directory: Path, key: str | None = None) -> ForeignTable:
+    with closing(open_foreign(str(directory), find_foreign(str(directory)), key)) as shard:
+        return shard.table
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_masters_are_joined_and_the_rest_is_as_it_was_saved(stage: int, ranks: int, tmp_path: Path) -> None:
     write(tmp_path / "global_step2", contents(stage, ranks))
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     assert_same(values(table), expected())
     assert table.aliases == SHARED
@@ -61,7 +69,7 @@ def test_masters_are_joined_and_the_rest_is_as_it_was_saved(stage: int, ranks: i
 def test_runs_are_where_the_partitions_are(tmp_path: Path) -> None:
     write(tmp_path, contents(1, 2, [{"embed": torch.arange(3.0), "b": torch.arange(4.0).view(2, 2)}]))
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     # 7 elements are padded to 8: rank 0 has the 3 of `embed` and one of `b`, rank 1 has three of `b`.
     assert [(run.file, run.size, run.start) for run in table.tensors["embed"].runs] == [(RANK_0, 12, 0)]
@@ -74,7 +82,7 @@ def test_runs_are_where_the_partitions_are(tmp_path: Path) -> None:
 def test_weights_as_trained_are_read_where_there_are_any(stage: int, tmp_path: Path) -> None:
     write(tmp_path, {MODEL: contents(stage, 2)[MODEL]})  # no other file is needed
 
-    table = read_deepspeed(str(tmp_path), masters=False)
+    table = read(tmp_path, "module")
 
     assert_same(values(table), expected(masters=False))
     assert table.framework == "DeepSpeed ZeRO without masters"
@@ -84,14 +92,14 @@ def test_weights_as_trained_are_not_in_files_of_zero_3(tmp_path: Path) -> None:
     write(tmp_path, contents(3, 2))
 
     with pytest.raises(InvalidArgumentError, match="has no weights as they were trained: DeepSpeed"):
-        read_deepspeed(str(tmp_path), masters=False)
+        read(tmp_path, "module")
 
 
 def test_a_folder_that_may_not_be_listed_has_no_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> None:
         raise PermissionError(path)
 
-    monkeypatch.setattr("os.scandir", refuse)
+    monkeypatch.setattr("os.listdir", refuse)
 
     assert find_tag(str(tmp_path)) is None
 
@@ -112,7 +120,7 @@ def test_a_folder_that_may_not_be_listed_has_no_tag(tmp_path: Path, monkeypatch:
 def test_other_paddings_and_sub_groups(stage: int, options: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     write(tmp_path, contents(stage, ranks, **options))
 
-    assert_same(values(read_deepspeed(str(tmp_path))), expected())
+    assert_same(values(read(tmp_path)), expected())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -123,14 +131,14 @@ def test_tensors_without_dimensions_or_elements_and_empty_groups(stage: int, ran
     groups = [{"scalar": torch.tensor(-3.5), "embed": embed}, {}, {"nothing": torch.empty(0, 3)}, {"b": torch.ones(1)}]
     write(tmp_path, contents(stage, ranks, groups))
 
-    assert_same(values(read_deepspeed(str(tmp_path))), expected(groups=groups))
+    assert_same(values(read(tmp_path)), expected(groups=groups))
 
 
 def test_bf16_optimizer_has_no_stage(tmp_path: Path) -> None:
     files = {MODEL: contents(1, 3)[MODEL]} | zero_partitions(None, 3, TRAINED, keeps_padding=True)
     write(tmp_path, files)
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     assert_same(values(table), expected())
     assert table.framework == "DeepSpeed BF16_Optimizer, 3 ranks"
@@ -147,7 +155,7 @@ def test_order_is_that_of_the_flat_group_and_names_are_in_that_of_the_model(tmp_
     slices["up"].start, slices["embed"].start = slices["embed"].start, slices["up"].start  # which DeepSpeed gets wrong
     write(tmp_path, files)
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     assert values(table)["up"].equal(group["up"])
     assert values(table)["embed"].equal(group["embed"])
@@ -161,7 +169,7 @@ def test_ranks_with_other_orders_of_a_group_are_refused(tmp_path: Path) -> None:
     write(tmp_path, files)
 
     with pytest.raises(DamagedCheckpointError, match="parameters of different shapes"):
-        read_deepspeed(str(tmp_path))
+        read(tmp_path)
 
 
 def test_frozen_parameters_that_were_left_out_are_no_error(tmp_path: Path) -> None:
@@ -173,7 +181,7 @@ def test_frozen_parameters_that_were_left_out_are_no_error(tmp_path: Path) -> No
     files[MODEL_0]["shared_params"]["alias"] = "fixed"
     write(tmp_path, files)
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     assert "fixed" not in table.tensors
     assert table.aliases == SHARED
@@ -188,7 +196,7 @@ def test_names_of_a_left_out_tensor_and_empty_ones_are_not_tied(stage: int, tmp_
     state["shared_params"] |= {"alias": "fixed", "second": "first"}  # as empty tensors have the same address
     write(tmp_path, files)
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     assert table.aliases == SHARED
     assert values(table)["alias"].equal(FROZEN["fixed"])
@@ -203,7 +211,7 @@ def test_names_that_the_file_takes_for_tied_are_tied_only_if_their_bytes_are_equ
     state["shared_params"] |= {"copy": "fixed", "other": "fixed"}
     write(tmp_path, files)
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     assert table.aliases == {**SHARED, "copy": "fixed"}
     assert values(table)["other"].equal(FROZEN["fixed"] * 2)
@@ -214,7 +222,7 @@ def test_without_zero_ties_are_those_of_the_file(tmp_path: Path) -> None:
     weights = {"a": weight, "b": weight, "c": weight.view(3, 2), "d": weight.clone()}
     write(tmp_path, {MODEL: state_of_model(None, weights)})
 
-    table = read_deepspeed(str(tmp_path))
+    table = read(tmp_path)
 
     assert_same(values(table), weights)
     assert table.aliases == {"b": "a"}
@@ -233,7 +241,7 @@ def test_ranks_of_different_steps_are_refused(stage: int, is_tensor: bool, tmp_p
     write(tmp_path, files)
 
     with pytest.raises(DamagedCheckpointError, match="are of different optimizer steps"):
-        read_deepspeed(str(tmp_path))
+        read(tmp_path)
 
 
 class TestTags:
@@ -258,7 +266,7 @@ class TestTags:
 
         message = f"Pass one: '{tmp_path}/global_step1', '{tmp_path}/global_step2'."
         with pytest.raises(AmbiguousWeightsError, match=re.escape(message)):
-            read_deepspeed(str(tmp_path))
+            read(tmp_path)
 
     @pytest.mark.parametrize("latest", ["../elsewhere", "/etc", "..", "a/b", "", "global\x00"])
     def test_latest_one_is_a_plain_name(self, latest: str, tmp_path: Path) -> None:
@@ -266,18 +274,14 @@ class TestTags:
         (tmp_path / "latest").write_text(latest)
 
         with pytest.raises((UnsafePathError, DamagedCheckpointError)):
-            read_deepspeed(str(tmp_path))
+            read(tmp_path)
 
     def test_latest_one_that_is_missing(self, tmp_path: Path) -> None:
         write(tmp_path / "tag", {MODEL: {}})
         (tmp_path / "latest").write_text("global_step9")
 
         with pytest.raises(CheckpointNotFoundError, match=r"names 'global_step9', but .* another one: .*tag"):
-            read_deepspeed(str(tmp_path))
-
-    def test_no_files_of_deepspeed(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointNotFoundError, match="has no files of DeepSpeed"):
-            read_deepspeed(str(tmp_path))
+            read(tmp_path)
 
     def test_folder_that_is_a_link_to_outside_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path / "elsewhere", contents(1, 1))
@@ -285,7 +289,7 @@ class TestTags:
         (tmp_path / "run" / "tag").symlink_to(tmp_path / "elsewhere")
 
         with pytest.raises(UnsafePathError):
-            read_deepspeed(str(tmp_path / "run"))
+            read(tmp_path / "run")
 
 
 Files = dict[str, Any]
@@ -435,7 +439,7 @@ def test_files_that_do_not_fit_are_refused(
     write(tmp_path, files)
 
     with pytest.raises(error, match=re.escape(message)) as raised:
-        read_deepspeed(str(tmp_path))
+        read(tmp_path)
 
     assert type(raised.value) is error
 
@@ -449,11 +453,11 @@ class TestUniversal:
         write(tmp_path / "step", universal(weights, trained))
         (tmp_path / "latest_universal").write_text("step")
 
-        table = read_deepspeed(str(tmp_path))
+        table = read(tmp_path)
 
         assert_same(values(table), {**trained, **BUFFERS, **FROZEN})
         assert table.framework == "DeepSpeed universal checkpoint"
-        assert_same(values(read_deepspeed(str(tmp_path), masters=False)), weights)
+        assert_same(values(read(tmp_path, "module")), weights)
 
     def test_values_that_were_cut_in_another_order_are_refused(self, tmp_path: Path) -> None:
         files = universal({"up": torch.zeros(3)}, {"up": torch.zeros(3)})
@@ -461,7 +465,7 @@ class TestUniversal:
         write(tmp_path, files)
 
         with pytest.raises(DamagedCheckpointError, match=r"wrong values of runs with round_robin.* Load the save that"):
-            read_deepspeed(str(tmp_path))
+            read(tmp_path)
 
     @pytest.mark.parametrize("is_bare", [False, True])
     def test_zero_3_has_frozen_ones_in_parts(self, is_bare: bool, tmp_path: Path) -> None:
@@ -470,7 +474,7 @@ class TestUniversal:
         parameters = {name: one.flatten() if is_bare else {"param": one} for name, one in trained.items()}
         write(tmp_path, {f"zero/{name}/fp32.pt": one for name, one in parameters.items()} | files)
 
-        assert_same(values(read_deepspeed(str(tmp_path))), expected())
+        assert_same(values(read(tmp_path)), expected())
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),
@@ -478,7 +482,7 @@ class TestUniversal:
             (_without("zero/up/fp32.pt"), MissingShardError, "zero/up/fp32.pt"),
             (_state("zero/up/fp32.pt", param=torch.zeros(2)), DamagedCheckpointError, "have different shapes"),
             (_state(MODEL, param_shapes=[{"../up": (3,)}]), UnsafePathError, "outside of"),
-            (_without(MODEL), CheckpointNotFoundError, "has no files of DeepSpeed"),
+            (_without(MODEL), CheckpointNotFoundError, "no weights of another framework"),
             (_copied(MODEL, "mp_rank_01_model_states.pt"), InvalidArgumentError, "tensor parallel slices (2)"),
         ],
     )
@@ -490,14 +494,14 @@ class TestUniversal:
         write(tmp_path, files)
 
         with pytest.raises(error, match=re.escape(message)):
-            read_deepspeed(str(tmp_path))
+            read(tmp_path)
 
     def test_padding_of_a_vocabulary_was_cut_off(self, tmp_path: Path) -> None:
         files = universal({"embed": torch.zeros(4, 2)}, {"embed": torch.zeros(4, 2)})
         files["zero/embed/fp32.pt"] |= {"param": torch.ones(3, 2), "vocab_tensor": True}
         write(tmp_path, files)
 
-        assert_same(values(read_deepspeed(str(tmp_path))), {"embed": torch.ones(3, 2)})
+        assert_same(values(read(tmp_path)), {"embed": torch.ones(3, 2)})
 
 
 STAGES = (
@@ -528,7 +532,7 @@ class TestPipeline:
     def test_masters_and_what_only_layers_have(self, tmp_path: Path) -> None:
         write(tmp_path, _pipeline(has_masters=True))
 
-        table = read_deepspeed(str(tmp_path))
+        table = read(tmp_path)
 
         words = STAGES[0]["tied_modules.words.weight"]
         rest = {"0.weight": words, "1.steps": torch.tensor(4)}
@@ -542,7 +546,7 @@ class TestPipeline:
         files["layer_04-model_00-model_states.pt"] = {"weight": frozen}
         write(tmp_path, files)
 
-        found = values(read_deepspeed(str(tmp_path)))
+        found = values(read(tmp_path))
 
         assert found["4.weight"].equal(frozen)
         assert found["0.weight"].equal(STAGES[0]["tied_modules.words.weight"].bfloat16())
@@ -552,7 +556,7 @@ class TestPipeline:
         files["layer_03-model_00-model_states.pt"] = files["layer_00-model_00-model_states.pt"]
         write(tmp_path, files)
 
-        table = read_deepspeed(str(tmp_path))
+        table = read(tmp_path)
 
         assert table.aliases == dict.fromkeys(("0.weight", "3.weight"), "tied_modules.words.weight")
 
@@ -560,7 +564,7 @@ class TestPipeline:
     def test_weights_as_trained(self, has_masters: bool, tmp_path: Path) -> None:
         write(tmp_path, _pipeline(has_masters=has_masters))
 
-        table = read_deepspeed(str(tmp_path), masters=False)
+        table = read(tmp_path, "module")
 
         assert sorted(table.tensors) == ["0.weight", "1.steps", "1.weight", "2.weight"]
         assert values(table)["2.weight"].equal((torch.arange(3.0) + 0.2).bfloat16())
@@ -599,4 +603,4 @@ class TestPipeline:
         write(tmp_path, files)
 
         with pytest.raises(error, match=re.escape(message)):
-            read_deepspeed(str(tmp_path))
+            read(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hfshard.disk.safe_open import identity_of
 from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from hfshard.foreign.deepspeed_files import StateFiles
 from tests.foreign.like_deepspeed import TRAINED, state_of_model, write, zero_partitions
+from tests.helpers.evil import Evil
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIMIZER = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -36,13 +36,6 @@ class ByNumber(ByName):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.stage, (2,)
-
-
-class Attack:
-    """Object that runs a command when it is loaded."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch attacked",)
 
 
 class Own:
@@ -90,7 +83,7 @@ def test_scheduler_and_plain_client_state_are_no_obstacle(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (Attack(), UnsafePickleError, r"asks for '(posix|nt)\.system', which is nothing a DeepSpeed checkpoint needs"),
+        (Evil(), UnsafePickleError, r"asks for '(posix|nt)\.system', which is nothing a DeepSpeed checkpoint needs"),
         (Own(), UnsafePickleError, r"asks for '.*\.Own', .* Nothing of it was run, and nothing was loaded\. If it is"),
         (eval, UnsafePickleError, r"asks for 'builtins\.eval'"),
     ],
@@ -104,7 +97,7 @@ def test_other_objects_are_named_and_not_run(
     with pytest.raises(error, match=message):
         StateFiles(str(tmp_path)).read_model(MODEL)
 
-    assert not (tmp_path / "attacked").exists()
+    assert not (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, MissingShardError
 from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.foreign.foreign_run import ForeignRun
-from tests.foreign.like_deepspeed import TRAINED, assert_same, contents, state_of_model, universal, values, write
+from tests.foreign.like_deepspeed import TRAINED, contents, state_of_model, universal, values, write
+from tests.helpers.tensor_bytes import assert_same
 
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 EVERYTHING = {name: tensor for group in TRAINED for name, tensor in group.items()}
@@ -107,12 +108,6 @@ def change(slot: str, value: Any, ranks: tuple[str, ...] = ("rank_0", "rank_1"))
     return changed
 
 
-def elastic(files: dict[str, Any]) -> None:
-    for content in files.values():
-        if "optimizer_state_dict" in content:
-            content["optimizer_state_dict"]["base_optimizer_state"] = [{"exp_avg": torch.ones(2)}]
-
-
 def without_a_group(files: dict[str, Any]) -> None:
     for _, state in states_of(files):
         state["param_groups"].pop()
@@ -143,9 +138,10 @@ def test_a_state_that_cannot_be_joined_is_refused_by_name(
 
 
 def test_states_of_parameters_with_no_order_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "elastic", contents(2, 1))
     files = contents(2, 1)
-    elastic(files)
+    for content in files.values():
+        if "optimizer_state_dict" in content:
+            content["optimizer_state_dict"]["base_optimizer_state"] = [{"exp_avg": torch.ones(2)}]
     write(tmp_path / "elastic", files)
     weights = {"up": torch.ones(2)}
     state = state_of_model(None, weights, optimizer={"state": {}, "param_groups": []}, shared_params={})

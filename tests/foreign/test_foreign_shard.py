@@ -18,6 +18,7 @@ from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, Integ
 from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.shards.ranged_shard import read_full_tensors
+from tests.helpers.tensor_bytes import assert_same
 
 ROWS, COLUMNS = 60, 40
 ELEMENTS = 5_000_000
@@ -66,7 +67,7 @@ def test_all_tensors_are_read(parts: dict[str, torch.Tensor], tmp_path: Path) ->
 
     found = read_full_tensors([(shard, list(parts))], torch.device("cpu"))
 
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in parts.items())
+    assert_same(found, parts)
     assert dict(shard.hfshard_metadata.tied_names) == {"head": "matrix"}
     assert shard.is_current()
 
@@ -205,7 +206,7 @@ def test_complex_numbers_are_read(tmp_path: Path) -> None:
 
     found = read_full_tensors([(ForeignShard(table), list(tensors))], torch.device("cpu"))
 
-    assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in tensors.items())
+    assert_same(found, tensors)
 
 
 def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:

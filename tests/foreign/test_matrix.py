@@ -21,8 +21,9 @@ from tests.distributed.gloo import check_ranks
 from tests.foreign.producers.cases import CASES, Case, made
 from tests.foreign.producers.dcp import SHARDINGS
 from tests.foreign.producers.models import LEARNING_RATE, build, optimizer_of, train
-from tests.foreign.producers.truth import assert_same, checkpoint_of, gathered, read_truth
+from tests.foreign.producers.truth import checkpoint_of, gathered, read_truth
 from tests.foreign.producers.zero import RESUMED
+from tests.helpers.tensor_bytes import assert_same
 
 BY_NAME = {case.name: case for case in CASES}
 ZERO = [case for case in CASES if case.producer == "zero:save_zero" and case.arguments["stage"] > 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +24,10 @@ from hfshard.errors import (
 )
 from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.foreign.rank_files import find_rank_files, read_rank_files
-from tests.foreign.producers.truth import assert_same, checkpoint_of, read_truth
+from tests.foreign.producers.truth import checkpoint_of, read_truth
 from tests.foreign.test_matrix import BY_NAME, place_of
+from tests.helpers.evil import Evil
+from tests.helpers.tensor_bytes import assert_same
 
 WEIGHTS = {"up.weight": torch.arange(6.0).reshape(2, 3), "steps": torch.tensor(3), "none": torch.ones(0, 2)}
 
@@ -43,11 +44,6 @@ def plain(tmp_path: Path) -> Path:
     for rank in range(2):
         torch.save({**WEIGHTS, "mean": torch.tensor(float(rank))}, folder / file_of(rank))
     return folder
-
-
-class Attack:
-    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
-        return os.system, ("exit 1",)
 
 
 def test_complete_tensors_are_those_of_the_first_rank(plain: Path) -> None:
@@ -94,7 +90,7 @@ def _rest(**more: Any) -> dict[str, Any]:
         (_saved(_rest(mean=torch.tensor(1))), DamagedCheckpointError, "have different tensors 'mean'"),
         (_saved(_rest(mean=1.0)), DamagedCheckpointError, "a float in place of a tensor"),
         (_saved(_rest(mean=ShardMetadata([0], [1], "cpu"))), DamagedCheckpointError, "in place of a tensor"),
-        (_saved(_rest(mean=Attack())), UnsafePickleError, "asks for 'posix.system', which is nothing a rank's file"),
+        (_saved(_rest(mean=Evil())), UnsafePickleError, "asks for 'posix.system', which is nothing a rank's file"),
         (_saved(torch.ones(2)), DamagedCheckpointError, "it is not a state dict as torch writes it"),
         (_saved(_rest(mean=torch.ones(3, 2).t())), InvalidArgumentError, "another order than row-major"),
     ],

@@ -41,13 +41,6 @@ def random_tensor(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
     return raw.view(dtype).reshape(shape) if dtype.itemsize > 1 else raw.reshape(shape).view(dtype)
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Dtype, shape and every bit."""
-    assert found.dtype == expected.dtype, name
-    assert found.shape == expected.shape, name
-    assert bytes_of(found) == bytes_of(expected), name
-
-
 def fingerprint(state_dict: Mapping[str, torch.Tensor]) -> list[tuple[object, ...]]:
     """Everything about a dict that a save could have changed."""
     return [

@@ -1,6 +1,8 @@
-"""The bytes of a tensor; apart from what draws tensors at random, whose imports take a tenth of a second."""
+"""The bytes of tensors; apart from what draws tensors at random, whose imports take a tenth of a second."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -16,3 +18,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()]).flatten().contiguous().numpy().tobytes()
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Names, dtypes, shapes and every bit."""
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert bytes_of(found[name]) == bytes_of(tensor), name

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 import hfshard
 from tests.distributed.gloo import check_ranks
 from tests.foreign.producers.models import build
-from tests.foreign.producers.truth import assert_same
 from tests.helpers.memory import MIB, peak_during
+from tests.helpers.tensor_bytes import assert_same
 from tests.models.specimens import SPECIMENS
 from tests.tensors.fsdp1_models import counted_gathers, gathered, train, trained_by, wrapped
 

@@ -10,7 +10,8 @@ from transformers import LlamaForCausalLM
 
 import hfshard
 from tests.distributed.gloo import check_ranks
-from tests.foreign.producers.truth import assert_same, read_truth, write_truth
+from tests.foreign.producers.truth import read_truth, write_truth
+from tests.helpers.tensor_bytes import assert_same
 from tests.models import zero3_engines
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install '.[test,frameworks]'")

@@ -19,8 +19,9 @@ from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from tests.distributed.test_save_on_ranks_costs import number_in
 from tests.flows.resume_trainings import as_launched
 from tests.foreign.producers.models import build, losses
-from tests.foreign.producers.truth import assert_same, read_truth, write_truth
+from tests.foreign.producers.truth import read_truth, write_truth
 from tests.foreign.producers.zero import reordered_masters, train_zero, zero_engine
+from tests.helpers.tensor_bytes import assert_same
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {"stage3_param_persistence_threshold": 0}),

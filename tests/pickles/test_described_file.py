@@ -140,25 +140,15 @@ def test_tensor_that_is_not_in_its_storage_is_damaged(
             file.find(forged)
 
 
-def test_empty_file_is_damaged(tmp_path: Path) -> None:
-    (tmp_path / "a.pt").touch()
-
-    with (
-        pytest.raises(DamagedCheckpointError, match="is not a PyTorch checkpoint, but an empty file"),
-        described_file(str(tmp_path / "a.pt"), str(tmp_path)),
-    ):
-        pass
-
-
 def test_what_is_no_file_of_torch_save_is_damaged_or_unsafe(tmp_path: Path) -> None:
-    for content, error in (
-        (b"PK\x03\x04", DamagedCheckpointError),
-        (b"\x80\x02", UnsafePickleError),
-        (b"", DamagedCheckpointError),  # a disk was full
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", DamagedCheckpointError),
+    for content, error, message in (
+        (b"PK\x03\x04", DamagedCheckpointError, "a.pt"),
+        (b"\x80\x02", UnsafePickleError, "a.pt"),
+        (b"", DamagedCheckpointError, "is not a PyTorch checkpoint, but an empty file"),  # a disk was full
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", DamagedCheckpointError, "git-lfs"),
     ):
         (tmp_path / "a.pt").write_bytes(content)
-        with pytest.raises(error), described_file(str(tmp_path / "a.pt"), str(tmp_path)):
+        with pytest.raises(error, match=message), described_file(str(tmp_path / "a.pt"), str(tmp_path)):
             pass
 
 

@@ -44,7 +44,7 @@ def weights_in(directory: Path) -> list[str]:
 
 
 def write_bins(directory: Path, state_dict: dict[str, Any], *, files: int = 1) -> Path:
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     if files == 1:
         torch.save(state_dict, directory / "pytorch_model.bin")
         return directory

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 import hfshard
 from hfshard.errors import IntegrityError, InvalidArgumentError
 from tests.flows.test_whole_properties import SETTINGS
-from tests.helpers.random_state_dicts import assert_same, random_tensor
+from tests.helpers.random_state_dicts import random_tensor
+from tests.helpers.tensor_bytes import assert_same
 from tests.saving.helpers import flip, weights_in
 
 UNIT = 256 * 1024
@@ -38,10 +39,7 @@ def layout(directory: Path) -> dict[str, list[str]]:
 
 
 def assert_holds(directory: Path, state_dict: dict[str, torch.Tensor]) -> None:
-    loaded = hfshard.load_state_dict(directory, verify="full")
-    assert loaded.keys() == state_dict.keys()
-    for name, tensor in state_dict.items():
-        assert_same(loaded[name], tensor, name)
+    assert_same(hfshard.load_state_dict(directory, verify="full"), state_dict)
 
 
 def test_files_are_merged_while_they_fit(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafePickleError
+from tests.helpers.evil import Evil
 from tests.helpers.random_state_dicts import random_tensor
 from tests.saving.helpers import files_in, floats, weights_in, write_bins
 
@@ -37,11 +37,6 @@ def test_ties_of_a_pickle_are_stored_once(tmp_path: Path) -> None:
     assert index.tied_names == {"head": "embed"}
     assert index.total_size == 480 + 48
     assert weights_in(old) == ["model.safetensors"]
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("true",)
 
 
 def test_an_unsafe_pickle_is_refused_by_the_name_of_what_it_asks_for(tmp_path: Path) -> None:

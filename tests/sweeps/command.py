@@ -15,8 +15,6 @@ from tests.sweeps.engine import Outcome, Recorded, TracedSuite, chosen, notes_of
 
 PROGRESS_SECONDS = 10.0
 
-SUITES = ("saves", "runs", "directory-hub", "distributed", "rank-faults")
-
 TARGETS = {
     "saves": ("hfshard", "transformers"),
     "runs": ("hfshard",),
@@ -46,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="crash_sweep", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("suite", nargs="?", choices=SUITES, default="saves", help="what is swept; default: %(default)s")
+    made.add_argument("suite", nargs="?", choices=TARGETS, default="saves", help="what is swept; default: %(default)s")
     made.add_argument("--target", default="hfshard", help="who does it: transformers (saves), hasty (directory-hub)")
     made.add_argument(
         "--kinds", help="of kill,int,enospc,eio,full (the disk stays full),power (a simulated power cut),unsupported "

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from safetensors.torch import save_file
 
 from tests.foreign import like_deepspeed
@@ -455,21 +454,12 @@ def _save_in_parts(save: Save, directory: Path) -> None:
 
 def _save_bin(save: Save, directory: Path) -> None:
     """Save as was done before safetensors: torch.save, in one file or in several with an index."""
+    from tests.saving.helpers import write_bins  # and hypothesis, which no other save needs
+
     want = expected(save.content)
     build_model(save.content, model_class(save.content.arch)).config.save_pretrained(directory)
-    names = sorted(want.stored)
-    if save.layout == "single":
-        torch.save({name: want.full[name] for name in names}, directory / "pytorch_model.bin")
-        return
-    count = {"two": 2, "three": 3}[save.layout]
-    weight_map = {}
-    for number in range(count):
-        file = f"pytorch_model-{number + 1:05d}-of-{count:05d}.bin"
-        mine = names[number::count]
-        torch.save({name: want.full[name] for name in mine}, directory / file)
-        weight_map.update(dict.fromkeys(mine, file))
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    tensors = {name: want.full[name] for name in sorted(want.stored)}
+    write_bins(directory, tensors, files={"single": 1, "two": 2, "three": 3}[save.layout])
 
 
 def snapshot(directory: Path) -> Snapshot:

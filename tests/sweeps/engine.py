@@ -441,8 +441,8 @@ def files_below(directory: Path) -> dict[str, bytes]:
     }
 
 
-def write_files(tree: Tree, directory: Path) -> None:
-    """Make files and directories below a directory."""
+def write_files(tree: Tree, directory: Path) -> Path:
+    """Make files and directories below a directory, and return it."""
     for name, data in sorted(tree.items()):
         path = directory / name
         if data is None:
@@ -450,6 +450,7 @@ def write_files(tree: Tree, directory: Path) -> None:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+    return directory
 
 
 def chosen(everything: Sequence[T], patterns: Sequence[str] | None) -> list[T]:

@@ -24,8 +24,8 @@ from tests.sweeps.directory import perform as perform_save
 from tests.sweeps.directory_models import TARGETS, Content, aligned_limit_of, be_quiet, sharded_class, sharded_model
 from tests.sweeps.directory_readers import Reader, Verdict, model_verdict, read
 from tests.sweeps.directory_transitions import Save, Transition
-from tests.sweeps.engine import files_below
-from tests.sweeps.store_places import StorePlace, lead_to, litter, number_and_id, write_to
+from tests.sweeps.engine import files_below, write_files
+from tests.sweeps.store_places import StorePlace, lead_to, litter, number_and_id
 
 PIPES: Mapping[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 """For `processes.call`: the streams that `finish` reads."""
@@ -101,7 +101,7 @@ def build(place: StorePlace, transition: Transition) -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             objects = place.objects()
-            directory = write_to(Path(folder) / "out", objects)
+            directory = write_files(objects, Path(folder) / "out")
             directory.mkdir(exist_ok=True)
             perform_save(one, directory, TARGETS["hfshard"])
             for file, raw in files_below(directory).items():
@@ -181,7 +181,7 @@ def _verdicts(transition: Transition, place: StorePlace) -> dict[str, Verdict]:
     """hfshard reads the store, others a copy."""
     objects = place.objects()
     with tempfile.TemporaryDirectory() as folder:
-        copy = write_to(Path(folder) / "copy", objects)
+        copy = write_files(objects, Path(folder) / "copy")
         copy.mkdir(exist_ok=True)
         found = {}
         for reader in transition.readers:

@@ -9,11 +9,9 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.servers.stores.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
 from tests.servers.stores.kinds import SERVICES
-from tests.sweeps.engine import write_files
 
 INDEX = "model.safetensors.index.json"
 _RANDOM = re.compile(rb"[0-9a-f]{16,64}")
@@ -75,12 +73,6 @@ def alike(objects: Mapping[str, bytes]) -> frozenset[tuple[bytes, str]]:
         (_RANDOM.sub(b"#", name.encode()), hashlib.sha256(_RANDOM.sub(b"#", raw)).hexdigest())
         for name, raw in objects.items()
     )
-
-
-def write_to(directory: Path, objects: Mapping[str, bytes]) -> Path:
-    """Make a directory of objects, as the services' own tools do."""
-    write_files(objects, directory)
-    return directory
 
 
 def number_and_id(name: str) -> tuple[str, int, str] | None:

@@ -11,8 +11,9 @@ from tests.helpers import processes
 from tests.helpers.processes import Child
 from tests.servers.stores import running
 from tests.servers.stores.kinds import SERVICES
+from tests.sweeps.engine import write_files
 from tests.sweeps.store_child import PIPES, Meeting, finish, read_many, stock_verdicts, write_many
-from tests.sweeps.store_places import StorePlace, litter, write_to
+from tests.sweeps.store_places import StorePlace, litter
 
 _SECONDS = 300.0
 SCHEMES = ["s3", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az", "hf"))]
@@ -33,7 +34,7 @@ def counts_of(process: Child) -> dict[str, int]:
 
 def assert_whole(place: StorePlace, copy: Path) -> None:
     objects = place.objects()
-    verdicts = stock_verdicts(write_to(copy, objects))
+    verdicts = stock_verdicts(write_files(objects, copy))
     assert [verdict.kind for verdict in verdicts] == ["whole"] * 3, verdicts
     assert len({verdict.generation for verdict in verdicts}) == 1
     assert litter(objects, {"config.json"}) == ""

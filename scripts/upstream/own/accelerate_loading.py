@@ -5,6 +5,7 @@ Stock, transformers writes the files; under hfshard.install(), hfshard does.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.zoo.models import ZOO
+from upstream.own.tiny_bert import same
 
 NAMES = ("gpt2", "llama_untied", "llama_tied", "llama_bf16", "mamba", "bart", "whisper")
 SIZES = ("10MB", "20KB")
-
-
-def _same(first: nn.Module, second: nn.Module) -> bool:
-    one, other = first.state_dict(), second.state_dict()
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def _empty(name: str, model: Any) -> Any:
@@ -48,7 +45,7 @@ def test_load_checkpoint_and_dispatch(tmp_path: Path, name: str, size: str) -> N
     model.save_pretrained(tmp_path, max_shard_size=size)
 
     found = load_checkpoint_and_dispatch(_empty(name, model), str(tmp_path), device_map={"": "cpu"})
-    assert _same(found, model)
+    assert same(found, model)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -59,7 +56,7 @@ def test_load_checkpoint_in_a_model_that_has_weights(tmp_path: Path, name: str, 
     found = type(model)(ZOO[name].make_config()).to(model.dtype)
 
     load_checkpoint_in_model(found, str(tmp_path))
-    assert _same(found, model)
+    assert same(found, model)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -91,32 +88,30 @@ def test_what_the_accelerator_saves_loads_in_transformers(tmp_path: Path, size: 
     model.config.save_pretrained(tmp_path)
     Accelerator(cpu=True).save_model(model, str(tmp_path), max_shard_size=size)
 
-    assert _same(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), model)
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), model)
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_an_offloaded_model_is_saved_whole(tmp_path: Path, offload: str) -> None:
     model = ZOO["llama_untied"].build()
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = copy.deepcopy(model)
     if offload == "cpu":
         cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         disk_offload(model, str(tmp_path / "off"), execution_device=torch.device("cpu"))
     model.save_pretrained(tmp_path / "out", max_shard_size="20KB")
 
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), expected)
 
 
 def test_a_dispatched_model_is_saved_whole(tmp_path: Path) -> None:
     model = ZOO["llama_untied"].build()
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = copy.deepcopy(model)
     places = infer_auto_device_map(model, max_memory={"cpu": "40KB", "disk": "10MB"})
     dispatched = dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path / "off"))
     dispatched.save_pretrained(tmp_path / "out")
 
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), expected)
 
 
 def test_a_prepared_model_is_unwrapped_and_saved(tmp_path: Path) -> None:
@@ -130,13 +125,13 @@ def test_a_prepared_model_is_unwrapped_and_saved(tmp_path: Path) -> None:
         state_dict=accelerator.get_state_dict(prepared),
     )
 
-    assert _same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
 def test_states_of_a_run_with_a_transformers_model(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(ZOO["gpt2"].build(), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model)
     accelerator.save_state(str(tmp_path / "state"))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,4 +139,4 @@ def test_states_of_a_run_with_a_transformers_model(tmp_path: Path) -> None:
     accelerator.load_state(str(tmp_path / "state"))
 
     assert optimizer is not None
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same(model, before)

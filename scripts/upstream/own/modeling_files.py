@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
 
+from tests.saving.helpers import write_bins
 from upstream.own.tiny_bert import bert, bert_config, names, same, with_info
 
 __all__ = ["bert"]  # the fixture
@@ -84,19 +85,7 @@ def test_only_safetensors_are_there(bert: BertModel, tmp_path: Path, size: str) 
 
 def _save_pickle(model: PreTrainedModel, directory: Path, is_sharded: bool = False) -> None:
     model.config.save_pretrained(directory)
-    state = model.state_dict()
-    if not is_sharded:
-        torch.save(state, directory / "pytorch_model.bin")
-        return
-    half = len(state) // 2
-    parts = [dict(list(state.items())[:half]), dict(list(state.items())[half:])]
-    weight_map: dict[str, str] = {}
-    for number, part in enumerate(parts, start=1):
-        name = f"pytorch_model-{number:05d}-of-00002.bin"
-        torch.save(part, directory / name)
-        weight_map |= dict.fromkeys(part, name)
-    index = {"metadata": {"total_size": sum(value.nbytes for value in state.values())}, "weight_map": weight_map}
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    write_bins(directory, model.state_dict(), files=2 if is_sharded else 1)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

@@ -123,6 +123,12 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def _check_resume(trainer: Trainer, checkpoint: str | bool, whole: Trainer) -> None:
+    """Train from a checkpoint, to the same weights as those of a run without a break."""
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert _equal(_values(trainer.model), _values(whole.model))
+
+
 @pytest.mark.parametrize("is_pretrained", [True, False])
 def test_each_checkpoint_has_its_files(tmp_path: Path, is_pretrained: bool) -> None:
     _trainer(tmp_path, Line(LineConfig()) if is_pretrained else PlainLine()).train()
@@ -143,9 +149,8 @@ def test_a_resumed_run_ends_as_the_one_without_a_break(tmp_path: Path, is_pretra
     whole.train()
     state = json.loads((tmp_path / "checkpoint-12" / "trainer_state.json").read_text())
     again = _trainer(tmp_path, model(), max_steps=12)
-    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    _check_resume(again, str(tmp_path / f"checkpoint-{step}"), whole)
 
-    assert _equal(_values(again.model), _values(whole.model))
     found = json.loads((tmp_path / "checkpoint-12" / "trainer_state.json").read_text())
     assert [entry.get("loss") for entry in found["log_history"]] == [
         entry.get("loss") for entry in state["log_history"]
@@ -157,10 +162,9 @@ def test_a_transformers_model_resumes_from_the_last(tmp_path: Path) -> None:
     whole.train()
     again = _trainer(tmp_path, _bert(), _bert_data(), learning_rate=1e-3)
     (tmp_path / "checkpoint-8").rename(tmp_path / "kept")
-    again.train(resume_from_checkpoint=True)
+    _check_resume(again, True, whole)
 
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-8")
-    assert _equal(_values(again.model), _values(whole.model))
 
 
 def test_a_sharded_checkpoint_resumes(tmp_path: Path) -> None:
@@ -172,9 +176,7 @@ def test_a_sharded_checkpoint_resumes(tmp_path: Path) -> None:
     part_model.save_pretrained(part, max_shard_size="10KB")
     assert (part / "model.safetensors.index.json").exists()
     again = _trainer(tmp_path, _bert(), _bert_data(), learning_rate=1e-3)
-    again.train(resume_from_checkpoint=str(part))
-
-    assert _equal(_values(again.model), _values(whole.model))
+    _check_resume(again, str(part), whole)
 
 
 def test_frozen_parameters_resume(tmp_path: Path) -> None:
@@ -186,9 +188,7 @@ def test_frozen_parameters_resume(tmp_path: Path) -> None:
     whole = _trainer(tmp_path, model(), _bert_data(), learning_rate=1e-3)
     whole.train()
     again = _trainer(tmp_path, model(), _bert_data(), learning_rate=1e-3)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-    assert _equal(_values(again.model), _values(whole.model))
+    _check_resume(again, str(tmp_path / "checkpoint-4"), whole)
 
 
 def test_gradient_accumulation_resumes(tmp_path: Path) -> None:
@@ -196,9 +196,7 @@ def test_gradient_accumulation_resumes(tmp_path: Path) -> None:
     whole = _trainer(tmp_path, **settings)
     whole.train()
     again = _trainer(tmp_path, **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-    assert _equal(_values(again.model), _values(whole.model))
+    _check_resume(again, str(tmp_path / "checkpoint-3"), whole)
 
 
 def test_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
@@ -257,9 +255,7 @@ def test_a_callback_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
     whole.train()
     _trainer(tmp_path / "part", callbacks=[Stop()]).train()
     again = _trainer(tmp_path / "part")
-    again.train(resume_from_checkpoint=True)
-
-    assert _equal(_values(again.model), _values(whole.model))
+    _check_resume(again, True, whole)
 
 
 def test_a_model_made_anew_for_each_run(tmp_path: Path) -> None:
@@ -268,9 +264,7 @@ def test_a_model_made_anew_for_each_run(tmp_path: Path) -> None:
     whole = Trainer(model_init=lambda: Line(LineConfig()), args=arguments, train_dataset=_line_data())
     whole.train()
     again = Trainer(model_init=lambda: Line(LineConfig()), args=arguments, train_dataset=_line_data())
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-    assert _equal(_values(again.model), _values(whole.model))
+    _check_resume(again, str(tmp_path / "checkpoint-4"), whole)
 
 
 def test_a_run_in_bfloat16_weights_saves_them_so(tmp_path: Path) -> None:

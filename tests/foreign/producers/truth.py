@@ -52,16 +52,3 @@ def write_optimizer(place: Path, model: nn.Module, optimizer: torch.optim.Optimi
     joined = {name: torch.cat(ones) if ones[0].dim() and len(ones) > 1 else ones[0] for name, ones in found.items()}
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_truth(place, joined, "states")
-
-
-def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Compare names, dtypes, shapes and every bit."""
-    assert sorted(actual) == sorted(expected)
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert actual[name].shape == tensor.shape, name
-        assert _bytes(actual[name]).equal(_bytes(tensor)), name
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -341,11 +341,7 @@ def check_copies(store: Store) -> None:
 
 def check_last_save(store: Store, program: Program) -> None:
     """Raise where one more save, undisturbed, does not end well, or leaves objects of others."""
-    node, after = run(program, store)
-    if [event.kind for event in node.events] != ["put", "saved"]:
-        raise BrokenError(f"I5: an undisturbed save has ended with {node.events}")
-    if after.problem is not None:
-        raise BrokenError(f"I5: after an undisturbed save: {after.problem}")
+    after = _saved_alone(store, program)
     if len(saves := saves_among(after.objects)) != 1:
         raise BrokenError(f"I5: an undisturbed save has left objects of {sorted(saves)}")
     check_copies(after)
@@ -353,17 +349,24 @@ def check_last_save(store: Store, program: Program) -> None:
 
 def check_last_run_save(store: Store, program: Program) -> None:
     """Raise where one more save into a run, undisturbed and keeping one, does not end well, or leaves other objects."""
-    node, after = run(program, store)
-    if [event.kind for event in node.events] != ["put", "saved"]:
-        raise BrokenError(f"I5: an undisturbed save has ended with {node.events}")
-    if after.problem is not None or after.current is None:
-        raise BrokenError(f"I5: after an undisturbed save: {after.problem}")
+    after = _saved_alone(store, program)
+    assert after.current is not None
     folder = after.current[1].rpartition("/")[0]
     if len(saves := saves_among(name for name in after.objects if not name.startswith(".saves/"))) != 1:
         raise BrokenError(f"I5: an undisturbed save has left objects of {sorted(saves)}")
     marks = [name for name in after.objects if name.startswith(".saves/")]
     if marks != [f".saves/{folder}-{after.current[0]}"]:
         raise BrokenError(f"I5: an undisturbed save has left {marks}")
+
+
+def _saved_alone(store: Store, program: Program) -> Store:
+    """The store after a save that nothing disturbs."""
+    node, after = run(program, store)
+    if [event.kind for event in node.events] != ["put", "saved"]:
+        raise BrokenError(f"I5: an undisturbed save has ended with {node.events}")
+    if after.problem is not None or after.current is None:
+        raise BrokenError(f"I5: after an undisturbed save: {after.problem}")
+    return after
 
 
 def run(program: Program, store: Store) -> tuple[Node, Store]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any
@@ -21,34 +21,31 @@ from hfshard.shards.write_shards import digest_shard
 from hfshard.training.run import run_store
 from tests.sweeps.exploring import programs
 from tests.sweeps.exploring.programs import Manager, Reader
-from tests.sweeps.exploring.spaces import FOURTH, HIGH, LOW, THIRD, Space, writer
+from tests.sweeps.exploring.spaces import HIGH, LOW, THIRD, Space, writer
 
 NAMES = WeightNames()
+Change = AbstractContextManager[object]
 
 
 @dataclass(frozen=True)
 class Mutant:
     """A rule that is left out."""
 
-    change: Callable[[], Any]
+    change: Callable[[], Change]
     """Gives a context in which the code breaks the rule."""
     space: Space
     broken: str
     """How the message of what is found begins."""
 
 
-def _indexes_only(found: Collection[str]) -> SaveId:
-    return SaveId.after(saves_among(name for name in found if name.endswith(".json")))
+def _count_indexes_only() -> Change:
+    def mutated(found: Collection[str]) -> SaveId:
+        return SaveId.after(saves_among(name for name in found if name.endswith(".json")))
+
+    return patch.object(store_commit, "next_id", mutated)
 
 
-@contextmanager
-def _count_indexes_only() -> Iterator[None]:
-    with patch.object(store_commit, "next_id", _indexes_only):
-        yield
-
-
-@contextmanager
-def _put_index_without_shards() -> Iterator[None]:
+def _put_index_without_shards() -> Change:
     send = SaveObjects.send
 
     def mutated(self: SaveObjects, jobs: Any, *rest: Any) -> None:
@@ -57,18 +54,14 @@ def _put_index_without_shards() -> Iterator[None]:
         for name, job in jobs.items():
             self.digests.setdefault(name, digest_shard(job, "sha256", None, Event())[0])
 
-    with patch.object(SaveObjects, "send", mutated):
-        yield
+    return patch.object(SaveObjects, "send", mutated)
 
 
-@contextmanager
-def _be_sure_without_an_answer() -> Iterator[None]:
-    with patch.object(SaveObjects, "_look_for_index", lambda *_: None):
-        yield
+def _be_sure_without_an_answer() -> Change:
+    return patch.object(SaveObjects, "_look_for_index", lambda *_: None)
 
 
-@contextmanager
-def _delete_when_nobody_can_tell() -> Iterator[None]:
+def _delete_when_nobody_can_tell() -> Change:
     look = SaveObjects._look_for_index
 
     def mutated(self: SaveObjects, list_names: Any, error: Any) -> None:
@@ -77,22 +70,18 @@ def _delete_when_nobody_can_tell() -> Iterator[None]:
         self.store.delete([*lower_objects(found, NAMES, self.save_id), *uploaded])
         look(self, list_names, error)
 
-    with patch.object(SaveObjects, "_look_for_index", mutated):
-        yield
+    return patch.object(SaveObjects, "_look_for_index", mutated)
 
 
-@contextmanager
-def _delete_what_is_not_lower() -> Iterator[None]:
+def _delete_what_is_not_lower() -> Change:
     def mutated(found: Collection[str], names: WeightNames, save_id: SaveId) -> list[str]:
         splits = ((name, split_object_name(name)) for name in found)
         return [name for name, split in splits if split is not None and split[1] != save_id]
 
-    with patch.object(store_commit, "lower_objects", mutated):
-        yield
+    return patch.object(store_commit, "lower_objects", mutated)
 
 
-@contextmanager
-def _delete_own_after_a_raise() -> Iterator[None]:
+def _delete_own_after_a_raise() -> Change:
     put = SaveObjects.put_index
 
     def mutated(self: SaveObjects, *rest: Any) -> None:
@@ -102,8 +91,7 @@ def _delete_own_after_a_raise() -> Iterator[None]:
             self.store.delete([self.save_id.object_name(name) for name in (self.entry, *self.digests)])
             raise
 
-    with patch.object(SaveObjects, "put_index", mutated):
-        yield
+    return patch.object(SaveObjects, "put_index", mutated)
 
 
 @contextmanager
@@ -115,29 +103,24 @@ def _read_once() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _leave_copies() -> Iterator[None]:
+def _leave_copies() -> Change:
     settle = store_commit.settle_copies
 
     def mutated(store: Any, entry: str, save_id: SaveId, copies_of: Any) -> Any:
         with patch("hfshard.commit.store_commit.put_copies", lambda *_: None):
             return settle(store, entry, save_id, copies_of)
 
-    with patch.object(store_commit, "settle_copies", mutated):
-        yield
+    return patch.object(store_commit, "settle_copies", mutated)
 
 
-@contextmanager
-def _count_in_each_folder() -> Iterator[None]:
+def _count_in_each_folder() -> Change:
     def mutated(self: Any) -> set[SaveId]:
         return saves_among(self.folders.get("checkpoint-00000002", ()))
 
-    with patch.object(run_store._Seen, "ids", mutated):
-        yield
+    return patch.object(run_store._Seen, "ids", mutated)
 
 
-@contextmanager
-def _delete_marked_saves_of_others() -> Iterator[None]:
+def _delete_marked_saves_of_others() -> Change:
     finished = finished_saves
     delete = run_store.RunStore._delete_lower
 
@@ -150,12 +133,10 @@ def _delete_marked_saves_of_others() -> Iterator[None]:
             if mark not in finished(listed):
                 self._store.delete([f"{folder}/{name}" for name in listed if mark in saves_among([name])])
 
-    with patch.object(run_store.RunStore, "_delete_lower", mutated):
-        yield
+    return patch.object(run_store.RunStore, "_delete_lower", mutated)
 
 
-@contextmanager
-def _trust_the_first_listing() -> Iterator[None]:
+def _trust_the_first_listing() -> Change:
     """Take what the first listing shows without a manifest for unfinished, and delete all of it, marked or not."""
     delete = run_store.RunStore._delete_lower
 
@@ -167,8 +148,7 @@ def _trust_the_first_listing() -> Iterator[None]:
                 self._store.delete(names)
         delete(self, seen, *rest)
 
-    with patch.object(run_store.RunStore, "_delete_lower", mutated):
-        yield
+    return patch.object(run_store.RunStore, "_delete_lower", mutated)
 
 
 @contextmanager
@@ -192,7 +172,7 @@ def mutants() -> dict[str, Mutant]:
     late = [Manager([(2, 1.0), (3, 3.0)], [LOW, HIGH], None)]
     return {
         "1: the number is above any object's": Mutant(_count_indexes_only, Space(turned, 1), "I2"),
-        "1: ids are random": Mutant(_nothing, Space(equal, 0), "I"),
+        "1: ids are random": Mutant(nullcontext, Space(equal, 0), "I"),
         "3: the index follows the shards": Mutant(_put_index_without_shards, Space(two, 1), "I1"),
         "4: without an answer, list": Mutant(_be_sure_without_an_answer, Space(two, 1), "I"),
         "5: only a save that is certain deletes": Mutant(_delete_when_nobody_can_tell, Space(two, 1), "I1"),
@@ -206,11 +186,3 @@ def mutants() -> dict[str, Mutant]:
         "run: a manifest alone is none": Mutant(_count_manifests_alone, Space(late, 1), "I7"),
         "run: unfinished by a listing from after": Mutant(_trust_the_first_listing, Space(keeping, 0), "I1"),
     }
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-assert FOURTH

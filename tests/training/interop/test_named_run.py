@@ -141,7 +141,7 @@ def test_what_accelerate_saves_beside_the_parts_is_restored(tmp_path: Path, mana
 def test_parameters_of_a_group_count_their_own_steps(tmp_path: Path) -> None:
     """DeepSpeed has one count for all of them, which torch would increase once for each."""
     write(tmp_path, contents(2, 2))
-    state = NamedRun(read_deepspeed_run(str(tmp_path))).parts(())["optimizer"]["state"]
+    state = NamedRun(read_deepspeed_run(str(tmp_path), "")).parts(())["optimizer"]["state"]
     before = {number: int(slots["step"]) for number, slots in state.items()}
 
     state[0]["step"] += 1
@@ -152,7 +152,7 @@ def test_parameters_of_a_group_count_their_own_steps(tmp_path: Path) -> None:
 def test_the_checksums_of_a_file_without_needed_tensors_are_left_out(tmp_path: Path) -> None:
     """A model without buffers and frozen weights has everything in the files of its masters."""
     write(tmp_path, contents(2, 2))
-    run = read_deepspeed_run(str(tmp_path))
+    run = read_deepspeed_run(str(tmp_path), "")
     masters = {name: run.weights.tensors[name] for group in TRAINED for name in group}
 
     NamedRun(replace(run, weights=replace(run.weights, tensors=masters, aliases={}))).check_values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,14 @@ from tests.foreign.dcp_files import save_dcp
 from tests.foreign.producers.dcp import SHARDINGS, whole_state
 from tests.foreign.producers.models import MILESTONES, build, optimizer_of, train
 from tests.foreign.producers.truth import (
-    assert_same,
     checkpoint_of,
     read_truth,
     write_optimizer,
     write_truth,
 )
 from tests.foreign.test_matrix import BY_NAME, place_of
+from tests.helpers.evil import Evil
+from tests.helpers.tensor_bytes import assert_same
 
 
 class Parts:
@@ -185,11 +185,6 @@ def saved(place: Path, **values: Any) -> str:
     }
     save_dcp(place, state, paths=paths)
     return str(place)
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch evil",)
 
 
 def remove_file(place: Path) -> None:

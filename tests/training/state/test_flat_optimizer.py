@@ -14,7 +14,7 @@ from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatch
 from hfshard.training import CheckpointManager, Gradients, TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.foreign.producers.models import build
-from tests.foreign.producers.truth import assert_same
+from tests.helpers.tensor_bytes import assert_same
 from tests.tensors.fsdp1_models import counted_gathers, gathered, train, trained_by, wrapped
 
 

@@ -14,8 +14,9 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.flows.resume_trainings import as_launched
 from tests.foreign.producers.models import build, losses, optimizer_of
-from tests.foreign.producers.truth import assert_same, read_truth, write_truth
+from tests.foreign.producers.truth import read_truth, write_truth
 from tests.foreign.producers.zero import zero_engine
+from tests.helpers.tensor_bytes import assert_same
 from tests.models.zero3_engines import counted_gathers, gathered, masters
 
 VARIANTS: dict[str, tuple[int, str, dict[str, Any]]] = {
