@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -28,14 +29,14 @@ from bench.harness.figures import (
     spread,
 )
 from bench.harness.inputs import sized, write_limit
-from bench.harness.models import SEED, config_of
+from bench.harness.models import SEED, config_of, total_bytes
 from bench.harness.processes import free_port
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer
-from bench.machine.limits import sync_files
+from bench.machine.limits import read_files, sync_files
 
 BIN, SAFE, DCP, MERGE = "bin", "safetensors", "dcp_to_torch_save", "merge-weights"
 SHA256, NONE = OURS = ("hfshard", "hfshard-none")
-LIMIT = "limit"
+WRITE, BOTH = LIMITS = ("limit", "limit-both")
 TITLES = {
     BIN: "`zero_to_fp32.py`",
     SAFE: "`zero_to_fp32.py --safe_serialization`",
@@ -43,7 +44,8 @@ TITLES = {
     MERGE: "`accelerate merge-weights`",
     SHA256: "hfshard convert, sha256",
     NONE: "hfshard convert, no checksum, like the other tools",
-    LIMIT: "the limit of the second half: O_DIRECT writes from memory, flushed",
+    WRITE: "the limit of the second half: O_DIRECT writes from memory, flushed",
+    BOTH: "the limit: those writes, and O_DIRECT reads of as many bytes, at once",
 }
 TIME, ANONYMOUS, READ = 0.5, 0.1, 1.02
 """Aims: times of the other tools', and shares of the float32 weights."""
@@ -233,21 +235,26 @@ def peers(context: Context) -> list[Peer]:
         )
         for state in STATES
         for name, source in SOURCES.items()
-        for tool in (*source.tools, *OURS, LIMIT)
+        for tool in (*source.tools, *OURS, *LIMITS)
     ]
 
 
 def files(context: Context, peer: Peer) -> list[Path]:
     """All files of the checkpoint."""
-    return [path for path in (context.directory / peer.key.split()[1]).rglob("*") if path.is_file()]
+    return _files_of(context, peer.key.split()[1])
+
+
+def _files_of(context: Context, name: str) -> list[Path]:
+    return [path for path in (context.directory / name).rglob("*") if path.is_file()]
 
 
 def _prepare(context: Context, name: str, tool: str) -> Job:
     place = context.directory / name
     if not place.exists():
         raise SkipPeer("pip install deepspeed")
-    if tool == LIMIT:
-        return write_limit(context, "convert", context.size.shard_size, times=FLOAT32)
+    if tool in LIMITS:
+        write = write_limit(context, "convert", context.size.shard_size, times=FLOAT32)
+        return write if tool == WRITE else _at_once(write, _largest(context, name))
     convert = CONVERSIONS[tool](place, place / SOURCES[name].folder, context)
 
     def convert_and_flush() -> None:
@@ -255,6 +262,26 @@ def _prepare(context: Context, name: str, tool: str) -> Job:
         sync_files(context.target)
 
     return Job([("convert", convert_and_flush)], partial(_written, context))
+
+
+def _largest(context: Context, name: str) -> list[tuple[Path, int]]:
+    """Of each rank's largest file, as many bytes as are its share of the weights."""
+    found = sorted(sized(_files_of(context, name)), key=lambda one: -one[1])
+    ranks = SOURCES[name].ranks
+    return [(path, min(size, FLOAT32 * total_bytes(context.specs) // ranks)) for path, size in found[:ranks]]
+
+
+def _at_once(write: Job, reads: list[tuple[Path, int]]) -> Job:
+    """Write, and read files meanwhile."""
+    [(phase, action)] = write.phases
+
+    def both() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read_files, None, reads)
+            action()
+            reading.result()
+
+    return Job([(phase, both)], write.result)
 
 
 def _by_script(place: Path, _: Path, context: Context, **options: Any) -> Callable[[], object]:
@@ -320,7 +347,7 @@ def render(data: Data) -> str:
         f"### {source.title}, {state}\n\n"
         + markdown_table(
             [*titles, "written, × weights"],
-            [_row(data, f"{tool} {name}/{state}", tool) for tool in (*source.tools, *OURS, LIMIT)],
+            [_row(data, f"{tool} {name}/{state}", tool) for tool in (*source.tools, *OURS, *LIMITS)],
         )
         for state, name, source in _pairs(data)
     ]
@@ -343,7 +370,7 @@ def _row(data: Data, name: str, tool: str) -> list[str]:
         show_ratio(data, name, data["peers"][name]["base"]),
         f"{min(run['cpu'] for run in runs):.2f}",
     ]
-    if tool == LIMIT:
+    if tool in LIMITS:
         return [*times, *[""] * 4]
     weights = FLOAT32 * data["bytes"]
 
