@@ -32,6 +32,7 @@ from hfshard.disk.direct_io import (
     read_spots,
 )
 from hfshard.errors import InvalidArgumentError
+from tests.helpers.page_cache import make_cold
 from tests.helpers.threads import no_thread_is_left
 
 
@@ -122,13 +123,6 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def make_cold(fd: int) -> None:
-    """Drop the file from the page cache; where that can't be (a file system in memory), nothing is to be seen."""
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    if is_cached(fd, 0, SIZE):
-        pytest.skip("NO COLD FILES HERE: the reads past the page cache are not tested")
-
-
 @pytest.mark.parametrize(("start", "count"), STRETCHES)
 @pytest.mark.parametrize("block_bytes", [4096, BLOCK_BYTES, 3 * BLOCK_BYTES + 1])
 @pytest.mark.parametrize("is_cold", [True, False])
@@ -137,7 +131,7 @@ def test_a_stretch_comes_in_blocks_of_one_size_and_a_last_one(
 ) -> None:
     with opened(path) as fd:
         if is_cold:
-            make_cold(fd)
+            make_cold(path)
         blocks = [bytes(block) for block in read_blocks(fd, start, count, block_bytes)]
     assert b"".join(blocks) == RAW[start : start + count]
     assert [len(block) for block in blocks[:-1]] == [block_bytes] * (len(blocks) - 1)
@@ -146,14 +140,14 @@ def test_a_stretch_comes_in_blocks_of_one_size_and_a_last_one(
 
 def test_a_cold_file_is_read_past_the_page_cache_and_stays_cold(path: Path) -> None:
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE)) == RAW
         assert not is_cached(fd, 0, SIZE)
 
 
 def test_a_file_that_will_be_mapped_is_brought_into_the_page_cache(path: Path) -> None:
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE, keep_cached=True)) == RAW
         assert is_cached(fd, 0, SIZE)
 
@@ -161,14 +155,14 @@ def test_a_file_that_will_be_mapped_is_brought_into_the_page_cache(path: Path) -
 def test_with_o_direct_turned_off_all_goes_through_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFSHARD_DIRECT", "0")
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE)) == RAW
         assert is_cached(fd, 0, SIZE)
 
 
 def test_a_file_that_was_cut_short_gives_the_bytes_that_there_are(path: Path) -> None:
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         os.truncate(path, 5_000_000)
         assert b"".join(bytes(block) for block in read_blocks(fd, 4096, SIZE - 4096)) == RAW[4096:5_000_000]
 
@@ -176,7 +170,7 @@ def test_a_file_that_was_cut_short_gives_the_bytes_that_there_are(path: Path) ->
 def test_where_direct_reads_are_refused_the_page_cache_serves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, refused = os.preadv, []
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
 
         def refuses(at: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
             if at != fd:
@@ -191,7 +185,7 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(path: Path, monkey
 
 def test_an_error_of_the_disk_is_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
 
         def fails(*_arguments: object) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -216,7 +210,7 @@ def test_small_places_are_read_in_their_order(
         monkeypatch.setenv("HFSHARD_DIRECT", direct)
     with opened(path) as fd:
         if is_cold:
-            make_cold(fd)
+            make_cold(path)
         assert list(read_spots(fd, 0, SIZE, PLACES)) == [RAW[at : at + count] for at, count in PLACES]
         assert list(read_spots(fd, 0, SIZE, [])) == []
 
@@ -226,7 +220,7 @@ def test_small_places_of_a_cold_file_leave_it_cold(path: Path) -> None:
     places = [(at, 4096) for at in range(0, SIZE - 4096, SIZE // 8)]
     files = len(os.listdir("/proc/self/fd"))
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         assert len(list(read_spots(fd, 0, SIZE, places))) == 8
         assert not any(is_cached(fd, at, 4096) for at, _ in places)
     assert len(os.listdir("/proc/self/fd")) == files
@@ -235,7 +229,7 @@ def test_small_places_of_a_cold_file_leave_it_cold(path: Path) -> None:
 def test_many_small_places_of_a_cold_file_are_read_once_for_all_that_read_it(path: Path) -> None:
     places = [(at, 4096) for at in range(0, SIZE - 4096, SIZE // 16)]
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         assert len(list(read_spots(fd, 0, SIZE, places))) == 16
         assert all(is_cached(fd, at, 4096) for at, _ in places)
 
@@ -243,7 +237,7 @@ def test_many_small_places_of_a_cold_file_are_read_once_for_all_that_read_it(pat
 @pytest.mark.parametrize("stretch", [(0, SIZE), (5_000_000, SIZE - 5_000_000), (4097, 1), (SIZE - 1, 1), (0, 0)])
 def test_a_stretch_is_cached_once_it_was_read(stretch: tuple[int, int], path: Path) -> None:
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         assert not is_cached(fd, *stretch)
         assert len(os.pread(fd, SIZE, 0)) == SIZE
         assert is_cached(fd, *stretch)
@@ -254,7 +248,7 @@ def test_where_the_system_does_not_say_a_file_counts_as_cached(
     call: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         if call == "mincore":
             monkeypatch.setattr(direct_io, "LIBRARY", SimpleNamespace(mincore=lambda *_: -1))
         else:
@@ -265,7 +259,7 @@ def test_where_the_system_does_not_say_a_file_counts_as_cached(
 
 def test_a_reader_that_stops_early_leaves_no_thread_and_no_file_open(path: Path) -> None:
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         files = len(os.listdir("/proc/self/fd"))
         with no_thread_is_left():
             blocks = read_blocks(fd, 0, SIZE)
@@ -291,7 +285,7 @@ def test_a_file_is_opened_again_though_its_name_is_gone(path: Path) -> None:
 def test_a_reading_that_nobody_ends_does_not_keep_the_process(path: Path) -> None:
     # As one that a traceback holds: `raise` in a function that was given the blocks.
     with opened(path) as fd:
-        make_cold(fd)
+        make_cold(path)
         blocks = read_blocks(fd, 0, SIZE)
         next(blocks)
         reading = [one.daemon for one in threading.enumerate() if one.name == "hfshard-read"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.disk.direct_io import is_cached
 from tests.distributed.gloo import check_ranks
 from tests.distributed.test_save_on_ranks_costs import number_in
+from tests.helpers.page_cache import drop
 
 RANKS = 4
 LAYERS = 8
@@ -53,18 +52,6 @@ def sum_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([one.detach().sum(dtype=torch.float64) for one in tensors]).sum()
 
 
-def make_cold(saved: Path) -> bool:
-    """Drop the files from the page cache; False where the file system keeps them."""
-    left = False
-    for path in saved.glob("*.safetensors"):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        left = left or is_cached(fd, 0, path.stat().st_size)
-        os.close(fd)
-    return not left
-
-
 def load_cold(rank: int, place: Path) -> None:
     ways = {
         "whole": whole(),
@@ -81,7 +68,7 @@ def load_cold(rank: int, place: Path) -> None:
         if way != "names":
             sum_of(load(place / "small"))  # so that what is imported, or first called, is not counted
         torch.distributed.barrier()
-        if rank == 0 and not make_cold(saved):
+        if rank == 0 and not drop(*saved.glob("*.safetensors")):
             (place / "not cold").write_text(way)
         torch.distributed.barrier()
         before = number_in("/proc/self/io", "read_bytes")

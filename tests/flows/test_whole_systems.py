@@ -28,6 +28,7 @@ from hfshard.pickles.pickle_file import MemoryFile
 from hfshard.shards import shard_file
 from hfshard.training import TrainingState
 from tests.helpers import processes
+from tests.helpers.page_cache import drop
 from tests.helpers.tiny_bert import bert, value_of
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
@@ -209,13 +210,6 @@ LACKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-def make_cold(directory: Path) -> None:
-    """Drop the files from the page cache, as far as the system does so."""
-    for path in directory.glob("*.safetensors"):
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """File -> bytes of a save, and of a re-shard of it, on this machine as it is."""
@@ -226,9 +220,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def save_and_reshard(directory: Path) -> None:
     hfshard.save_state_dict(tensors(), directory / "saved", max_shard_size="9MB")
-    make_cold(directory / "saved")
+    drop(*(directory / "saved").glob("*.safetensors"))
     hfshard.reshard_checkpoint(directory / "saved", directory / "resharded", max_shard_size="1GB")
-    make_cold(directory / "resharded")
+    drop(*(directory / "resharded").glob("*.safetensors"))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -253,7 +247,7 @@ def test_whatever_is_missing_the_bytes_are_the_same(
     for name in ("saved", "resharded"):
         assert hfshard.verify_checkpoint(tmp_path / name).ok
     for name, read, verify in WAYS:
-        make_cold(tmp_path / name)
+        drop(*(tmp_path / name).glob("*.safetensors"))
         found = hfshard.load_state_dict(tmp_path / name, read=read, verify=verify)
         assert all(torch.equal(found[key], tensor) for key, tensor in tensors().items())
     assert contents(tmp_path) == expected

@@ -10,15 +10,18 @@ import pytest
 from hfshard.disk.direct_io import is_cached
 
 
-def drop(path: str | Path) -> bool:
-    """Drop a file from the page cache; return False where its file system keeps it, as one in memory does."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return not is_cached(fd, 0, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)
+def drop(*paths: str | Path) -> bool:
+    """Drop files from the page cache; return False where a file system keeps them, as one in memory does."""
+    are_cold = True
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            are_cold = are_cold and not is_cached(fd, 0, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+    return are_cold
 
 
 def make_cold(path: str | Path) -> None:

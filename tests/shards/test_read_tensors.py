@@ -18,6 +18,7 @@ from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.shards import read_tensors
 from hfshard.shards.read_tensors import check_read_mode, read_from, start_read_ahead, stretches_of
 from hfshard.shards.shard_file import SafetensorsFile
+from tests.helpers.page_cache import make_cold
 from tests.helpers.threads import no_thread_is_left
 
 CPU = torch.device("cpu")
@@ -51,17 +52,6 @@ def opened(path: Path) -> Iterator[SafetensorsFile]:
         yield shard
     finally:
         shard.close()
-
-
-def make_cold(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if is_cached(fd, 0, path.stat().st_size):
-            pytest.skip("NO COLD FILES HERE: the reads past the page cache are not tested")
-    finally:
-        os.close(fd)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

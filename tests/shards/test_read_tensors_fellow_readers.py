@@ -13,7 +13,7 @@ import hfshard
 from hfshard.disk.direct_io import is_cached
 from hfshard.shards import read_tensors
 from hfshard.shards.read_tensors import lock_shared, read_by_other_processes
-from tests.shards.test_read_tensors import make_cold
+from tests.helpers.page_cache import make_cold
 
 VALUES = torch.arange(2_000_000, dtype=torch.float32)
 

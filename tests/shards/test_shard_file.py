@@ -25,6 +25,7 @@ from hfshard.shards.shard_file import (
     split_range,
 )
 from tests.helpers import processes
+from tests.helpers.page_cache import make_cold
 from tests.helpers.threads import no_thread_is_left
 
 
@@ -133,13 +134,6 @@ def file(tmp_path: Path) -> Iterator[SafetensorsFile]:
     shard.close()
 
 
-def make_cold(file: SafetensorsFile) -> None:
-    with file.opened() as fd:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if is_cached(fd, 0, file.size):
-            pytest.skip("NO COLD FILES HERE: reading ahead is not tested")
-
-
 def read(file: SafetensorsFile) -> bytes:
     with file.opened() as fd:
         blocks = [bytes(block) for block in prefaulted_blocks(fd, file.mapping, file.header.data_start, file.size)]
@@ -165,7 +159,7 @@ def test_pieces_end_where_huge_pages_may() -> None:
 def test_a_stretch_is_read_and_stays_in_the_page_cache(is_cold: bool, file: SafetensorsFile) -> None:
     expected = bytes_of(file)
     if is_cold:
-        make_cold(file)
+        make_cold(file.path)
     with no_thread_is_left():
         assert read(file) == expected
     with file.opened() as fd:
@@ -177,7 +171,7 @@ def test_what_the_kernel_lacks_is_not_missed(
     lacks: str, file: SafetensorsFile, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     expected = bytes_of(file)
-    make_cold(file)
+    make_cold(file.path)
     unknown = 9999
     if lacks in ("MADV_POPULATE_READ", "all advice"):
         monkeypatch.setattr(shard_file, "_POPULATE_READ", unknown)
@@ -192,7 +186,7 @@ def test_what_the_kernel_lacks_is_not_missed(
 
 
 def test_a_reader_that_stops_early_ends_the_thread(file: SafetensorsFile) -> None:
-    make_cold(file)
+    make_cold(file.path)
     with no_thread_is_left(), file.opened() as fd:
         blocks = prefaulted_blocks(fd, file.mapping, file.header.data_start, file.size)
         next(blocks)
@@ -224,7 +218,7 @@ def test_a_file_that_is_cut_short_while_it_is_hashed_is_an_error_not_a_signal(
     when: str, message: str, is_cold: bool, file: SafetensorsFile
 ) -> None:
     if is_cold:
-        make_cold(file)
+        make_cold(file.path)
     child = processes.call(check_while_cut, file.path, when, stdout=subprocess.PIPE)
     said, _ = child.communicate()
     assert child.returncode == 0, f"ended by {child.returncode}"
