@@ -135,7 +135,7 @@ def test_what_accelerate_saves_beside_the_parts_is_restored(tmp_path: Path, mana
 
     restored = manager.restore(state_of(Net(), own=own), tmp_path / "saved", keys={"own": "custom_checkpoint_0"})
 
-    assert (restored, own.tensor) == (7, 5)
+    assert (restored, own.tensor.item()) == (7, 5)
 
 
 def test_parameters_of_a_group_count_their_own_steps(tmp_path: Path) -> None:
