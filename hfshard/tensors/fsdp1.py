@@ -32,7 +32,7 @@ _HOOKS: Final = (
 _FSDP: Final = "torch.distributed.fsdp."
 FLATTENED: Final = "_fsdp_flattened"
 """The attribute by which torch marks flat parameters, and those in them."""
-_NAMES_KEPT: Final = "_fsdp_use_orig_params"
+NAMES_KEPT: Final = "_fsdp_use_orig_params"
 """The attribute by which torch marks all modules in a wrapper: its `use_orig_params`."""
 
 _KNOWN: Final[WeakSet[Any]] = WeakSet()
@@ -208,7 +208,7 @@ def _units(model: nn.Module) -> list[Any]:
                 "and that wrapper does not exist any more. Keep the wrapper, and pass it."
             )
     named = [one for one in around if one._handle is not None and one.module in modules]
-    if any(map(hides_parameters, modules.difference(*map(_modules_of, named)))):
+    if any(map(_hides_parameters, modules.difference(*map(_modules_of, named)))):
         raise UnstorableTensorError(
             f"Cannot read the parameters of {type(model).__name__}: FullyShardedDataParallel(use_orig_params=False) "
             "has them only in the flat parameter of a module around it. Pass the wrapped root, or wrap it with "
@@ -217,10 +217,10 @@ def _units(model: nn.Module) -> list[Any]:
     return [one for one in around if one._handle is not None and not _is_summoned(one)]
 
 
-def hides_parameters(module: nn.Module) -> bool:
+def _hides_parameters(module: nn.Module) -> bool:
     """Return whether a module has views of a flat parameter in the places of its own: it does not know their names."""
     values = vars(module)
-    return values.get(_NAMES_KEPT) is False and any(
+    return values.get(NAMES_KEPT) is False and any(
         isinstance(one, torch.Tensor) and _is_flattened(one._base) for one in values.values()
     )
 

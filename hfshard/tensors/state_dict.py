@@ -16,10 +16,10 @@ from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.tensors.flat_tensor import FlatTensor, PartOfParameter, PartOfTensor
 from hfshard.tensors.fsdp1 import (
     FLATTENED,
+    NAMES_KEPT,
     flat_members,
     flat_parameter_names,
     has_flat_parameters,
-    hides_parameters,
     reshard_parameters,
     with_flat_tensors,
     without_gathering,
@@ -92,10 +92,8 @@ def may_be_divided(model: nn.Module) -> bool:
     return (
         any(not isinstance(one, nn.Parameter) for one in parameters)
         or any(hasattr(one, mark) for one in parameters for mark in (PARTITIONED, FLATTENED))
-        or (
-            fsdp is not None
-            and any(isinstance(module, fsdp.FullyShardedDataParallel) or hides_parameters(module) for module in modules)
-        )
+        or any(vars(module).get(NAMES_KEPT) is False for module in modules)
+        or (fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules))
     )
 
 
