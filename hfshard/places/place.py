@@ -91,6 +91,10 @@ class Place(Protocol):
     def has_revisions(self) -> bool:
         """True for a hub: it has commits, and is pushed to."""
 
+    @property
+    def key(self) -> str:
+        """A text that is equal for two names of one place, with links resolved."""
+
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource | None:
         """Find a checkpoint; None if it is a repo's, which must be downloaded first.
 
@@ -112,6 +116,7 @@ class Place(Protocol):
 
         By default, none: a hub takes them, and transformers ignores them for a directory.
         """
+        return
 
 
 class CheckPlace(Place, Protocol):
@@ -129,10 +134,6 @@ class SavePlace(CheckPlace, Protocol):
 
     Its implementations derive from it, for `count_sent`.
     """
-
-    @property
-    def key(self) -> str:
-        """A text that is equal for two names of one place, with links resolved."""
 
     def files(self, subfolder: str = "", *, follow_links: bool = False) -> FilesOfPlace:
         """Return all files below the place, or a folder of it, to be pushed or copied."""
@@ -311,6 +312,11 @@ class HubPlace(Place):
     def __init__(self, address: str) -> None:
         self.address = address
 
+    @property
+    def key(self) -> str:
+        """The name."""
+        return self.address
+
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource | None:
         """Return None: the checkpoint must be downloaded first."""
         return None
@@ -329,6 +335,11 @@ class DirectoryHubPlace(HubPlace):
     """A directory that serves as a hub; its files are those of the newest commit."""
 
     is_for_hfshard_only = True
+
+    @property
+    def key(self) -> str:
+        """The path with links resolved."""
+        return os.path.realpath(self.address)
 
     def folder(self, subfolder: str = "") -> Folder:
         """Return the files of the newest commit on main."""
