@@ -55,7 +55,7 @@ from hfshard.models.model_classes import (
     restore_class,
 )
 from hfshard.models.patching import OverrideCall, active_call, upstream
-from hfshard.places.place import ResolvedSource
+from hfshard.places.place import ResolvedSource, is_same_directory
 from hfshard.places.source import CheckpointSource, signed_files
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ def _build(
                 return _build(build, model_class, base, model_args, kwargs, options, None)
 
             return load_adapter_on_signed_base(load_base, local, signed, kwargs, options)
-        return _check_then_delegate(build, local, model_args, kwargs, source, options)
+        return _check_then_delegate(build, path, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
     if needs_transformers_loader(local.directory, model_class, kwargs):
         if local.weights_name is not None and options.is_lenient:
@@ -256,8 +256,8 @@ def _build(
             raise InvalidArgumentError(
                 f"'{name}' is read by transformers itself (quantized, offloaded ...): {what}.", path=name
             )
-        return _check_then_delegate(build, local, model_args, kwargs, source, options)
-    known = local.path if local.weights_name is None else path
+        return _check_then_delegate(build, path, local, model_args, kwargs, source, options)
+    known = _own_text(path, local) if local.weights_name is None else path
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
     is_again = False
 
@@ -306,8 +306,14 @@ def _require_directory(local: ResolvedSource, what: str) -> None:
         )
 
 
+def _own_text(path: str | os.PathLike[str], local: ResolvedSource) -> str | os.PathLike[str]:
+    """Return the caller's own text where transformers finds the checkpoint by it: the model is named after it."""
+    return path if is_same_directory(os.fspath(path), local.path) else local.path
+
+
 def _check_then_delegate(
     build: Callable[..., Any],
+    path: str | os.PathLike[str],
     local: ResolvedSource,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -326,7 +332,7 @@ def _check_then_delegate(
     signed = signed_files(local, source, options)
     if signed is not None:
         signed.check_all(options.progress)  # every file, since other code reads them by name
-    built = build(local.path, *model_args, **kwargs)
+    built = build(_own_text(path, local), *model_args, **kwargs)
     if signed is not None:
         signed.confirm()
     return built

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -80,18 +80,21 @@ class ModelBuilder:
             check_generation_config(self.local.directory, self.checkpoint.folder.pass_over)
         call = self.call
         parallel: ParallelizedLoad | None = None
+        describe = partial(self._model_on_meta, config, model_args, model_kwargs)
+        names = self._names(describe, kwargs)
         if self.options.parallelize is None and kwargs.get("distributed_config") is None:
-            tensors = self._tensors(config, kwargs)
+            tensors = self._tensors(names, config, kwargs)
         else:
             model_class = class_of_alias(self.model_class)
             parallel = ParallelizedLoad(self.options.parallelize, model_class, self.checkpoint, self.options.read)
-            tensors = self._described(config, parallel)
+            tensors = self._described(names, parallel)
             loading = parallel.load_class(self.model_class)
             call = partial(upstream("from_pretrained", loading), loading)
         arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
+        arguments |= self._dtype_of_index(config, kwargs)
         ranks = current_load()
         if not ranks.is_alone:
             confirm_same(ranks, self.checkpoint, read_config(self.local.directory))
@@ -100,7 +103,7 @@ class ModelBuilder:
                 model, info = call(None, *model_args, **arguments, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):
-                raise self._shapes_differ(config, tensors) from error
+                raise self._shapes_differ(describe, tensors) from error
             raise
         self._check(model, info, len(tensors))
         self._name(model)
@@ -110,10 +113,23 @@ class ModelBuilder:
         model = model if parallel is None else parallel.parallelized
         return (model, info) if kwargs.get("output_loading_info") else model
 
-    def _shapes_differ(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> StateDictMismatchError:
-        """Build an error that lists the shapes that differ: transformers' error names neither file nor tensors."""
+    def _dtype_of_index(self, config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the dtype that an index names, which for transformers comes before that of the first tensor."""
+        given = kwargs.get("torch_dtype") if kwargs.get("dtype") is None else kwargs["dtype"]
+        stated = self.checkpoint.index.metadata.get("dtype") if self.checkpoint.weights.is_index else None
+        is_open = given in (None, "auto") and getattr(config, "dtype", None) is None
+        return {} if stated is None or not is_open else {"dtype": stated}
+
+    def _model_on_meta(self, config: Any, model_args: tuple[Any, ...], model_kwargs: dict[str, Any]) -> PreTrainedModel:
+        """Build the model without data, to learn its names and shapes."""
         with torch.device("meta"):
-            model = self.model_class(copy.deepcopy(config))
+            return self.model_class(copy.deepcopy(config), *model_args, **model_kwargs)  # some change their config
+
+    def _shapes_differ(
+        self, describe: Callable[[], PreTrainedModel], tensors: Mapping[str, torch.Tensor]
+    ) -> StateDictMismatchError:
+        """Build an error that lists the shapes that differ: transformers' error names neither file nor tensors."""
+        model = describe()
         reject_partitioned(model, "load")  # a block of deepspeed.zero.Init partitions it on creation
         model_state = model.state_dict()
         prefix = self.model_class.base_model_prefix
@@ -127,28 +143,30 @@ class ModelBuilder:
             mismatched_keys=mismatched,
         )
 
-    def _described(self, config: Any, parallel: ParallelizedLoad) -> dict[str, torch.Tensor]:
+    def _described(self, names: Mapping[str, str], parallel: ParallelizedLoad) -> dict[str, torch.Tensor]:
         """Build the tensors without data, by the names that transformers is given."""
         described = stored_tensors(self.checkpoint)
-        stored = [*self._keys(), *self.checkpoint.index.undeclared_ties]
-        names = self._without_wrappers(config, {name: described[name] for name in stored})
-        parallel.stored_names = {names[name]: name for name in stored}
+        parallel.stored_names = {short: name for name, short in names.items()}
         parallel.tie = self._tie
-        return {names[name]: described[name] for name in stored}
+        return {short: described[name] for name, short in names.items()}
 
-    def _tensors(self, config: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _tensors(self, names: Mapping[str, str], config: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index = self.checkpoint.index
-        tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
+        with torch.inference_mode(False):  # as in transformers, a model that is loaded in that mode can be trained
+            tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
         # transformers ties what the config declares; passing it twice would cost a comparison of the values.
         tensors |= {name: tensors[index.tied_names[name]] for name in index.undeclared_ties}
-        names = self._without_wrappers(config, tensors)
         return {names[name]: tensor for name, tensor in tensors.items()}
 
-    def _without_wrappers(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Map each name in the file to its name for transformers."""
-        if not has_wrapper_prefix(tensors):
-            return dict(zip(tensors, tensors, strict=True))
-        names = _names_for(self.model_class, config, tensors)
+    def _names(self, describe: Callable[[], PreTrainedModel], kwargs: Mapping[str, Any]) -> dict[str, str]:
+        """Map each name in the file to its name for transformers: to itself where the caller renames the file's names.
+
+        The patterns of a `key_mapping` are for the names in the file, often to strip a wrapper's prefix themselves.
+        """
+        stored = [*self._keys(), *self.checkpoint.index.undeclared_ties]
+        if kwargs.get("key_mapping") or not has_wrapper_prefix(stored):
+            return dict(zip(stored, stored, strict=True))
+        names = _names_for(describe(), stored)
         self._reject_merging(names)
         return names
 
@@ -286,11 +304,10 @@ def _configs_named(name: str) -> Iterator[None]:
         named.name_or_path = original
 
 
-def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[str, Any]) -> dict[str, str]:
+def _names_for(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
     """Strip wrapper prefixes from the file's names where that yields names of this model."""
-    with torch.device("meta"):
-        expected = set(model_class(copy.deepcopy(config)).state_dict())  # some constructors change their config
-    prefix = model_class.base_model_prefix
+    expected = set(model.state_dict())
+    prefix = model.base_model_prefix
     expected |= {f"{prefix}.{name}" for name in expected} | {name.removeprefix(f"{prefix}.") for name in expected}
     result = match_prefixes(names, expected)
     if expected.isdisjoint(result.values()):

@@ -201,9 +201,15 @@ def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stock_shard_size(given: Any) -> Any:
-    """Convert any finite number, as transformers accepts, to 1 or more bytes; at 1, each tensor has its own file."""
-    is_number = (isinstance(given, float) and math.isfinite(given)) or type(given) is int
-    return max(1, int(given)) if is_number else given
+    """Convert what transformers also compares with sizes, any number, to 1 or more bytes; at 1, each tensor has a file.
+
+    Numbers are also those of numpy and torch. Infinity and NaN, which nothing exceeds, are no limit.
+    """
+    if isinstance(given, str):
+        return given.strip()
+    if not hasattr(given, "__float__"):
+        return given
+    return int(max(given, 1)) if given < math.inf else sys.maxsize
 
 
 def check_save_arguments(

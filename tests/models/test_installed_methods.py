@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -371,6 +373,12 @@ SAVES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (plain, (), {"max_shard_size": "1.5KB"}),
     (plain, (), {"max_shard_size": 0}),
     (plain, (), {"max_shard_size": -1}),
+    (plain, (), {"max_shard_size": -math.inf}),
+    (plain, (), {"max_shard_size": math.inf}),
+    (plain, (), {"max_shard_size": True}),
+    (plain, (), {"max_shard_size": np.int64(2000)}),
+    (plain, (), {"max_shard_size": torch.tensor(2000)}),
+    (plain, (), {"max_shard_size": " 2KB "}),
     (plain, (), {"max_shard_size": "1TB", "token": "x", "save_peft_format": False, "save_original_format": False}),
     (with_views, (), {}),
     (with_buffers, (), {}),

@@ -184,6 +184,29 @@ def test_a_path_in_any_form_is_taken_and_named_as_transformers_does(form: Callab
 
 
 @pytest.mark.compat
+@pytest.mark.parametrize("form", ["./llama", "llama/", Path("llama")])
+@pytest.mark.parametrize(
+    "options", [{"offload_folder": "off"}, {"device_map": "auto", "max_memory": {"cpu": "1GB"}}], ids=str
+)
+def test_a_path_is_named_likewise_where_transformers_reads_the_files(
+    form: Any, options: Options, saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").symlink_to(saves.stock("llama_untied"))
+
+    loads_alike(ZOO["llama_untied"].stock_class, form, **options)
+
+
+@pytest.mark.compat
+def test_parameters_that_were_loaded_in_inference_mode_can_be_trained(saves: Saves) -> None:
+    for model_class in (BertModel, with_mixin(BertModel)):
+        with torch.inference_mode():
+            model = model_class.from_pretrained(saves.stock("bert"))
+
+        assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+@pytest.mark.compat
 def test_without_output_loading_info_only_the_model_is_returned(saves: Saves) -> None:
     assert isinstance(with_mixin(BertModel).from_pretrained(saves.stock("bert")), with_mixin(BertModel))
 

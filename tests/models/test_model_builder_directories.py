@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedConfig, PreTrainedModel
 
 import hfshard
+from hfshard.errors import StateDictMismatchError
 from tests.models.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import INDEX, SINGLE_FILE, bits_of, fails_alike, load, loads_alike, raw_tensors, read_json
 from tests.zoo.mixin_classes import with_mixin
@@ -61,6 +63,18 @@ def test_a_dtype_that_the_config_lacks_is_taken_from_the_same_tensor(name: str, 
 
     loads_alike(ZOO[name].stock_class, directory)
     loads_alike(ZOO[name].stock_class, directory, dtype=torch.float64)
+
+
+def test_a_dtype_that_the_config_lacks_is_taken_from_the_index_first(copy: Copy) -> None:
+    directory = copy("bert", SHARDS, dtype=None)
+    index = read_json(directory / INDEX)
+    index["metadata"]["dtype"] = "bfloat16"
+    (directory / INDEX).write_text(json.dumps(index))
+
+    loads_alike(BertModel, directory)
+    loads_alike(BertModel, directory, dtype="float16")
+    loads_alike(BertModel, directory, torch_dtype=torch.float64)
+    assert with_mixin(BertModel).from_pretrained(directory).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["llama_mixed_dtypes", "t5_fp16"])
@@ -363,6 +377,16 @@ def test_the_prefixes_are_taken_off_a_base_model_that_a_head_is_put_on(tmp_path:
     assert bits_of(loaded.model.get_submodule("bert").state_dict()) == _expected("bert")
 
 
+@pytest.mark.parametrize("prefix", ["module.", "module.net.", "_orig_mod.net."])
+def test_a_key_mapping_renames_the_names_in_the_file(prefix: str, tmp_path: Path) -> None:
+    write_bert(tmp_path, lambda key: f"{prefix}{key}", "safetensors")
+
+    options = {"key_mapping": {f"^{re.escape(prefix)}": ""}}
+
+    loads_alike(BertModel, tmp_path, **options)
+    assert bits_of(load(with_mixin(BertModel), tmp_path, **options).model.state_dict()) == _expected("bert")
+
+
 class ModuleConfig(PreTrainedConfig):
     model_type = "zoo_module"
 
@@ -390,8 +414,17 @@ class Mine(hfshard.ShardedModelMixin, ModuleModel):
     pass
 
 
-def _module_model(model_class: type = ModuleModel) -> Any:
-    model = model_class(ModuleConfig())
+class SizedModel(ModuleModel):
+    """One whose constructor takes more than the config."""
+
+    def __init__(self, config: ModuleConfig, width: int, *, bias: bool) -> None:
+        super().__init__(config)
+        self.more = nn.Linear(width, 2, bias=bias)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+
+def _module_model(model_class: Any = ModuleModel, *args: Any, **options: Any) -> Any:
+    model = model_class(ModuleConfig(), *args, **options)
     scramble(model)
     return model
 
@@ -410,6 +443,16 @@ def test_a_child_honestly_called_module_loads_from_a_wrapped_models_checkpoint_t
     torch.save({f"module.{key}": value.clone() for key, value in state_dict.items()}, tmp_path / PICKLE)
 
     assert _loaded(tmp_path, Mine) == bits_of(state_dict)
+
+
+def test_its_constructor_gets_all_arguments(tmp_path: Path) -> None:
+    model = _module_model(SizedModel, 3, bias=True)
+    model.save_pretrained(tmp_path)
+
+    loads_alike(SizedModel, tmp_path, 3, bias=True)
+
+    with pytest.raises(StateDictMismatchError, match=r"1 of another shape: more.weight \[2, 3\] instead of \[2, 5\]"):
+        with_mixin(SizedModel).from_pretrained(tmp_path, 5, bias=True)
 
 
 def test_names_that_fit_nothing_are_an_error_and_never_a_random_model(tmp_path: Path) -> None:
