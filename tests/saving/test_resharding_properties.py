@@ -14,7 +14,6 @@ import hfshard
 from tests.flows.test_whole_properties import LIMITS, PACKINGS
 from tests.flows.test_whole_properties import SETTINGS as OF_SAVES
 from tests.helpers.random_state_dicts import Sample, assert_same, random_tensor, state_dicts
-from tests.saving.helpers import files_in
 
 SETTINGS = settings(OF_SAVES, max_examples=20)
 SAME_SIZES = (torch.float32, torch.int32, torch.uint32)
@@ -31,6 +30,10 @@ def small_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         )
         for number in range(count)
     }
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 @SETTINGS
