@@ -11,11 +11,11 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import clear_staging
-from hfshard.commit.directory_state import DirectoryState, none_if_damaged, read_directory_state
+from hfshard.commit.directory_state import DirectoryState, read_directory_state, read_note
 from hfshard.commit.removal_plan import (
     MAY_BE_UNDER_WAY,
     NOT_ITS_OWN,
@@ -31,7 +31,7 @@ from hfshard.commit.removal_plan import (
     removal_of,
 )
 from hfshard.commit.store_plan import StoreState, highest_index, read_store_state
-from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
+from hfshard.constants import STAGING_DIRECTORY
 from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.disk.fsops import (
     locked_directory,
@@ -41,11 +41,10 @@ from hfshard.disk.fsops import (
     unlink_if_exists,
     write_file,
 )
-from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, own_saves, save_in_name, save_of, save_of_copy, split_object_name
-from hfshard.format.strict_json import dump_json, parse_json_object
+from hfshard.format.strict_json import dump_json
 from hfshard.stores.store import Store, StoredObject
 
 logger = logging.getLogger(__name__)
@@ -196,13 +195,7 @@ def _note_small_files(plan: RemovalPlan) -> None:
 
 def _noted_small_files(directory: str) -> set[str]:
     """Find the small files that a killed removal did not get to unlink, and that are still the same."""
-    path = os.path.join(directory, _NOTE)
-
-    def read() -> dict[str, Any]:
-        raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
-        return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
-
-    noted = none_if_damaged(read) or {}
+    noted = read_note(os.path.join(directory, _NOTE), directory)
     return {name for name in SMALL_FILES if name in noted and noted[name] == _sha256(directory, name)}
 
 
