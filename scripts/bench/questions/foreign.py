@@ -89,8 +89,8 @@ def loss_of(model: Any) -> Any:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def step_by_deepspeed(context: Context, zero: dict[str, Any]) -> Any:
-    """DeepSpeed's engine after one step under ZeRO, in bfloat16 with float32 masters."""
+def _save_zero(context: Context, rank: int, place: Path, stage: int) -> None:
+    """One step under DeepSpeed's ZeRO, in bfloat16 with float32 masters."""
     import deepspeed
     import torch
 
@@ -100,17 +100,13 @@ def step_by_deepspeed(context: Context, zero: dict[str, Any]) -> Any:
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
     engine.backward(loss_of(engine))
     engine.step()
-    return engine
-
-
-def _save_zero(context: Context, rank: int, place: Path, stage: int) -> None:
-    step_by_deepspeed(context, {"stage": stage}).save_checkpoint(str(place))
+    engine.save_checkpoint(str(place))
 
 
 def _save_dcp(context: Context, rank: int, place: Path, with_optimizer: bool) -> None:
@@ -203,20 +199,13 @@ def import_deepspeed() -> bool:
     return True
 
 
-def be_rank(rank: int, ranks: int, port: int) -> None:
-    """Set this process up to be one of the ranks, of one thread."""
-    import torch
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-
-
 def _save_on_rank(context: Context, name: str, rank: int, port: int) -> None:
     import torch
 
     source = SOURCES[name]
-    be_rank(rank, source.ranks, port)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(source.ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
     source.save(context, rank, context.directory / name)
     torch.distributed.barrier()
     os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,7 @@ from bench.harness.figures import (
 from bench.harness.group_saves import Save, prepare_ranks, save_when_told, shares, show_megabytes
 from bench.harness.processes import COUNT
 from bench.harness.question import Context, Job, Peer, Question, SkipPeer
-from bench.questions.foreign import be_rank, import_deepspeed, step_by_deepspeed, write_untied_specs
+from bench.questions.foreign import build_model, import_deepspeed, loss_of, write_untied_specs
 
 GATHER = "zero3 gather"
 SHA256, NONE = OURS = ("zero3 sha256", "zero3 none")
@@ -60,9 +61,25 @@ def _prepare(context: Context, key: str) -> Job:
 def save_on_rank(pipe: Connection, rank: int, context: Context, peer: str, port: int) -> None:
     """Train the model for one step under ZeRO-3, in bfloat16, and save it when told to."""
     warnings.simplefilter("ignore")
-    be_rank(rank, COUNT, port)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import_deepspeed()
-    engine = step_by_deepspeed(context, {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = build_model(context, torch.bfloat16)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
+    engine.backward(loss_of(engine))
+    engine.step()
     save_when_told(pipe, SAVES[peer](context, engine), flushes=peer in OURS)
 
 
