@@ -92,8 +92,12 @@ def request_from_pretrained(
 
 
 def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Select the tensors of a state dict to save, and map each tied name to the name that is saved."""
-    saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
+    """Select the tensors of a state dict to save, and map each tied name to the name that is saved.
+
+    Text, as bitsandbytes has next to its tensors, is left out, as by huggingface_hub's `split_state_dict_into_shards`.
+    """
+    ignored = model._keys_to_ignore_on_save or ()
+    saved = {name: value for name, value in state_dict.items() if name not in ignored and not isinstance(value, str)}
     saved = with_parts(saved)
     ties = find_shared_tensors(saved, droppable_patterns=_droppable_patterns(model))
     return {name: value for name, value in saved.items() if name not in ties}, ties

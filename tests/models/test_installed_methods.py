@@ -373,6 +373,7 @@ SAVES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (plain, (), {"max_shard_size": "1.5KB"}),
     (plain, (), {"max_shard_size": 0}),
     (plain, (), {"max_shard_size": -1}),
+    (plain, (), {"state_dict": {"a": torch.ones(2), "a.format": "row"}}),
     (plain, (), {"max_shard_size": -math.inf}),
     (plain, (), {"max_shard_size": math.inf}),
     (plain, (), {"max_shard_size": True}),

@@ -452,8 +452,7 @@ def test_its_constructor_gets_all_arguments(tmp_path: Path) -> None:
     loads_alike(SizedModel, tmp_path, 3, bias=True)
 
     with pytest.raises(
-        StateDictMismatchError,
-        match=r"1 of another shape: more.weight \[2, 3\] in the checkpoint, \[2, 5\] in the model",
+        StateDictMismatchError, match=r"1 of another shape: more.weight \[2, 3\] in the checkpoint, \[2, 5\] in"
     ):
         with_mixin(SizedModel).from_pretrained(tmp_path, 5, bias=True)
 
