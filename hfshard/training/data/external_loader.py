@@ -9,6 +9,7 @@ states at the time of the save must be restored after the first `iter()`, not be
 from __future__ import annotations
 
 import collections
+import copy
 import copyreg
 import functools
 import inspect
@@ -105,15 +106,12 @@ class LoaderTracker:
             if self._loaded is not None:
                 return dict(self._loaded)
             return {"loader": None, "is_within": False, "generators": HeldGenerators(self.loader).states()}
-        held = HeldGenerators(self.loader)
-        before, held_before = rng_state(), held.states()
-        state = self.loader.state_dict()
-        set_rng_state(before)
-        held.set(held_before)
+        held_before = HeldGenerators(self.loader).states()
+        state = self._own_state()
         is_within = self._is_running
         if _is_torchdata(self.loader) and isinstance(state, Mapping) and _FINISHED in state:
             is_within = not state[_FINISHED]
-        self._warn(is_within, held.stateless())
+        self._warn(is_within, HeldGenerators(self.loader).stateless())
         return {
             "loader": state,
             "is_within": is_within,
@@ -121,6 +119,37 @@ class LoaderTracker:
             "generators": held_before,
             "generators_at_iter": self._held_at_iter if is_within else None,
         }
+
+    def _own_state(self) -> Any:
+        """Return what the loader's `state_dict` does, without the draws that it may make."""
+        held = HeldGenerators(self.loader)
+        before, held_before = rng_state(), held.states()
+        state = self.loader.state_dict()
+        set_rng_state(before)
+        held.set(held_before)
+        return state
+
+    def keep(self) -> Callable[[], None]:
+        """Note the position of the loader and of its iterator, and return a function that restores both.
+
+        The state that the loader would return is not enough: to load it ends an iterator in use, and continues an epoch
+        that was left.
+        """
+        held = HeldGenerators(self.loader)
+        held_before = held.states()
+        # torchdata keeps its position in an iterator, but loads the states of these at once.
+        parts = _stateful_parts(self.loader) if _is_torchdata(self.loader) else [self.loader]
+        states = [copy.deepcopy(self._own_state() if one is self.loader else one.state_dict()) for one in parts]
+        attributes = [kept_attributes(one) for one in (self, self.loader)]
+
+        def put_back() -> None:
+            for part, state in zip(parts, states, strict=True):
+                part.load_state_dict(state)
+            for put_back_attributes in attributes:
+                put_back_attributes()
+            held.set(held_before)
+
+        return put_back
 
     def with_state(self, state: Any) -> dict[str, Any]:
         """Return what `state_dict` would, for a state that the loader itself returned in another program."""
@@ -163,16 +192,29 @@ class LoaderTracker:
         if state is None:
             return
         if _is_torchdata(self.loader) and not state_dict["is_within"]:
-            # With the state of an ended epoch, iter() creates two iterators and draws twice; end it here instead.
-            self.loader.load_state_dict({**state, _FINISHED: False})
-            for _ in self.loader:
-                raise StateDictMismatchError(
-                    f"The {type(self.loader).__name__} was at the end of an epoch when the checkpoint was saved, but "
-                    "now returns more batches. Build it and its dataset as in the saved run."
-                )
+            # With the state of an ended epoch, iter() creates two iterators and draws twice; create the first one here.
+            if self.loader.persistent_workers:
+                self._end_epoch(state)
+            else:
+                self.loader.load_state_dict(state)
+                self.loader._get_iterator()
             self._rng_at_iter = self._held_at_iter = None
         else:
             self.loader.load_state_dict(state)
+
+    def _end_epoch(self, state: Mapping[str, Any]) -> None:
+        """Let persistent workers, which continue in the next epoch, end the one of a state.
+
+        Raises:
+            StateDictMismatchError: They have begun the next one: torchdata would lose what they have loaded of it.
+        """
+        self.loader.load_state_dict({**state, _FINISHED: False})
+        for _ in self.loader:
+            raise StateDictMismatchError(
+                f"The {type(self.loader).__name__} was at the end of an epoch when the checkpoint was saved, but "
+                "now returns more batches. Build it and its dataset as in the saved run, or without "
+                "persistent_workers."
+            )
 
     def reset(self, restore_rng: Callable[[], None]) -> None:
         """After a restore, let the next `iter()` restore the RNG states once more, if the loader needs that.
@@ -348,6 +390,25 @@ def _skip_used_indexes(iterator: Any) -> None:
     used = iterator._sampler_iter
     if _is_torchdata(used) and hasattr(used, "sampler_iter") and used.samples_yielded % used.batch_size:
         next(used.sampler_iter, None)
+
+
+def _stateful_parts(loader: Any) -> list[Any]:
+    """Return the parts of torchdata's loader that have a state, in this process."""
+    names = ["batch_sampler", "sampler", *([] if loader.num_workers else ["dataset"])]
+    parts = {id(one): one for one in (getattr(loader, name, None) for name in names)}
+    return [one for one in parts.values() if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+
+
+def kept_attributes(one: Any) -> Callable[[], None]:
+    """Note the attributes of an object, and return a function that restores them; nothing is copied."""
+    own = getattr(one, "__dict__", {})
+    before = dict(own)
+
+    def put_back() -> None:
+        own.clear()
+        own.update(before)
+
+    return put_back
 
 
 def _is_torchdata(loader: Any) -> bool:

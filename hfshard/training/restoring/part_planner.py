@@ -28,7 +28,8 @@ from hfshard.tensors.state_dict import (
     reject_freed,
     reject_offloaded,
 )
-from hfshard.training.data.external_loader import LoaderTracker
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.external_loader import LoaderTracker, kept_attributes
 from hfshard.training.run_ranks import stage_digest
 from hfshard.training.state.flat_optimizer import local_states
 from hfshard.training.state.nested import decode, encode, find_in
@@ -48,7 +49,7 @@ from hfshard.training.state.reordering import (
     is_per_parameter,
     related_positions,
 )
-from hfshard.training.state.rng import Gradients
+from hfshard.training.state.rng import Gradients, rng_state, set_rng_state
 from hfshard.training.state.scheduler import plan_scheduler
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import PartKind, TrainingState, collect_run_tensors
@@ -58,6 +59,9 @@ logger = logging.getLogger(__name__)
 
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
 """The order of comparison: if the model differs, its optimizer does too, and the model's error is clearer."""
+
+Undo = Callable[[], None]
+"""Restores the state of a part before a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,11 @@ class StatefulLoad:
     state: Any
     directory: str
     """The checkpoint's directory, for messages."""
+
+    @property
+    def is_copied(self) -> bool:
+        """True if `keep` copies the state; False for loaders, of which it notes the position."""
+        return not isinstance(self.part, ResumableDataLoader | LoaderTracker)
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +113,12 @@ class StatefulLoad:
                 f"{error}. Nothing else was restored. Build it as in the saved run.",
                 path=self.directory,
             ) from error
+
+    def keep(self) -> Undo:
+        """Note the object's current state, and return a function that restores it."""
+        if isinstance(self.part, ResumableDataLoader):
+            return kept_attributes(self.part)
+        return self.part.keep() if isinstance(self.part, LoaderTracker) else partial(self.put_back, self.now())
 
     def now(self) -> Any:
         """Copy the object's current state."""
@@ -175,15 +190,16 @@ class Restoration:
 
     def _load_all(self, session: Session) -> None:
         """Load everything on every rank, or nothing on any."""
-        undo: list[Undo] = []
+        undo: list[Undo] = [partial(set_rng_state, rng_state())]  # a part may draw while it loads
         weights = [one for one in self.pending_loads if one.undo is None]
         is_kept = any(session.all_of(any(one.may_refuse for one in weights)))
         with all_or_nothing(session, undo):
             # The largest object comes last: if nothing can refuse after it, no copy of its state is needed.
-            in_order = sorted(self.objects, key=lambda one: one.nbytes)
-            last = in_order[-1:] if session.world_size == 1 and not is_kept else []
+            in_order = sorted(self.objects, key=lambda one: (one.is_copied, one.nbytes))
+            is_last = session.world_size == 1 and not is_kept
+            last = [one for one in in_order[-1:] if is_last and one.is_copied]
             for one in in_order[: len(in_order) - len(last)]:
-                undo.append(partial(one.put_back, one.now()))
+                undo.append(one.keep())
                 one.load()
             for pending_load in self.pending_loads:
                 if pending_load.undo is not None:
@@ -276,9 +292,6 @@ class PartPlanner:
 
 
 # Application of a restoration on all ranks, or on none: if anything refuses, every part gets its old state back.
-
-
-Undo = Callable[[], None]
 
 
 @contextmanager

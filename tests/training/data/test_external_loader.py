@@ -277,6 +277,76 @@ def test_a_resume_from_every_place_is_exact(kind: str) -> None:
         assert resumed.go(is_saving=False) == straight[saved["step"] :], f"from step {saved['step']}"
 
 
+def test_a_stream_in_a_worker_that_begins_again_by_itself_resumes_after_its_epoch() -> None:
+    loader, again = (torchdata(Stream(), 2, num_workers=1) for _ in range(2))
+    tracker, resumed = track(loader), track(again)
+    assert len(list(loader)) == BATCHES
+    resumed.load_state_dict(tracker.state_dict())
+
+    epochs = [[batch[:, 0].tolist() for batch in again] for _ in range(2)]
+
+    assert epochs == [[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0]]] * 2
+
+
+def test_a_stream_in_a_persistent_worker_that_begins_again_by_itself_is_refused() -> None:
+    loader, again = (torchdata(Stream(), 2, num_workers=1, persistent_workers=True) for _ in range(2))
+    tracker = track(loader)
+    assert len(list(loader)) == BATCHES
+
+    with pytest.raises(StateDictMismatchError, match=r"now returns more batches.*or without persistent_workers"):
+        track(again).load_state_dict(tracker.state_dict())
+
+
+RESTORED = {
+    "hfshard": lambda: ResumableDataLoader(Indexes(), 2, shuffle=True),
+    **{name: KINDS[name] for name in ("torchdata", "torchdata, a sampler's generator", "torchdata, a stream")},
+    "a user's": KINDS["a user's"],
+}
+
+
+class Refusing:
+    """An object that is larger than a loader, and refuses its state."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"mean": torch.zeros(10_000)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        raise ValueError("not for me")
+
+
+def used(make: Callable[[], Any], count: int) -> tuple[Any, Iterator[Tensor]]:
+    """Return a loader that has given some batches, and its iterator."""
+    torch.manual_seed(3)
+    loader = make()
+    iterator = iter(loader) if count else iter([])
+    for _ in range(count):
+        next(iterator, None)
+    return loader, iterator
+
+
+@pytest.mark.parametrize("saved_at", [0, 2, BATCHES + 1])
+@pytest.mark.parametrize("kind", RESTORED)
+def test_a_refused_restore_leaves_loaders_and_their_iterators_where_they_were(
+    tmp_path: Path, kind: str, saved_at: int
+) -> None:
+    make, refusing = RESTORED[kind], Refusing()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(loader=used(make, saved_at)[0], refusing=refusing))
+
+        for is_left, count in ((False, 0), (False, 2), (True, 2), (True, BATCHES + 1)):
+            found = []
+            for is_refused in (False, True):
+                loader, iterator = used(make, count)
+                state = TrainingState(loader=loader, refusing=refusing)
+                if is_refused:
+                    with pytest.raises(StateDictMismatchError, match="not for me"):
+                        manager.restore(state)
+                batches = [*([] if is_left else iterator), *loader]
+                found.append([[batch.tolist() for batch in batches], torch.rand(1).item()])
+
+            assert found[1] == found[0], (is_left, count)
+
+
 def train(directory: Path, kind: str, stop: int | None) -> None:
     """Resume what is there, note what is seen, and save after each batch and epoch; at the stop, die of SIGKILL."""
     os.setpgrp()
