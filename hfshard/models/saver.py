@@ -151,7 +151,10 @@ def handle_save_pretrained(
     options = replace(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
-    if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
+    # An empty state dict asks for the config alone: existing weights must not be replaced by a checkpoint without any.
+    is_empty = state_dict is not None and not state_dict and not push_to_hub and place.is_read_from_disk
+    saves_config_alone = is_empty and not has_other_ranks() and not is_registered_with_mixin(type(model))
+    if saves_config_alone or needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         if is_main_process and state_dict is None:
             reject_partitioned(model)
         reject_partial_save(model)

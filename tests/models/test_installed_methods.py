@@ -411,6 +411,22 @@ def test_a_save_writes_what_stock_writes(make: Any, args: tuple[Any, ...], optio
         assert differences(*found) == []
 
 
+def test_an_empty_state_dict_saves_the_config_alone_and_keeps_weights(tmp_path: Path) -> None:
+    model = plain()
+    for name in ("theirs", "ours"):
+        model.save_pretrained(tmp_path / f"{name} over")
+    model.config.chunk_size_feed_forward = 3
+    for suffix in ("", " over"):
+        model.save_pretrained(tmp_path / f"theirs{suffix}", state_dict={})
+        with hfshard.install(quiet=True):
+            model.save_pretrained(tmp_path / f"ours{suffix}", state_dict={})
+
+        ours, theirs = tmp_path / f"ours{suffix}", tmp_path / f"theirs{suffix}"
+        assert sorted(os.listdir(ours)) == sorted(os.listdir(theirs))
+        assert small_files(ours) == small_files(theirs)
+    assert raw_tensors(tmp_path / "ours over") == raw_tensors(tmp_path / "theirs over") != {}
+
+
 def test_no_place_is_named_where_nothing_stays(
     tmp_path: Path, installed: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
