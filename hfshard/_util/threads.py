@@ -294,11 +294,12 @@ class ForkSafeLock:
     def _renew(self) -> None:
         self._lock = threading.RLock()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock; after a fork inside the block, each process releases the lock that was acquired."""
-        with self._lock:
-            yield
+    def held(self) -> AbstractContextManager[bool]:
+        """Hold the lock; after a fork inside the block, each process releases the lock that was acquired.
+
+        This is the lock itself: an exception of Ctrl-C between the steps of a generator would leave it locked.
+        """
+        return self._lock
 
 
 class LendingLock:

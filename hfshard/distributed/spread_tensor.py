@@ -110,7 +110,7 @@ class SpreadTensor(PartOfTensor):
             first = self.window[0][0]
             inside, source = (run,), ((first + run[0], first + run[1]),)
         local = self.local
-        if self.is_own and self.coordinate is not None:
+        if self.is_own and self.coordinate is not None and local.numel():  # an empty one may have any shape
             local = local[local_slices(self.stored_box, inside)]
         return replace(self, shape=shape, window=source, local=local)
 

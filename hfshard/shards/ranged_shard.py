@@ -99,10 +99,10 @@ class RangedShard(SafetensorsShard):
         self.recorded = FileDigest()
         """Digests that were recorded when the file was saved; reads are compared with them."""
         self._head = memoryview(b"")
-        head = self._bytes(0, min(entry.size, HEAD_BYTES))
+        head = bytes(self._read(0, min(entry.size, HEAD_BYTES)))
         end = LENGTH_BYTES + read_header_length(head[:LENGTH_BYTES], entry.size, path)
         if end > len(head):
-            head += self._bytes(len(head), end - len(head))
+            head += self._read(len(head), end - len(head))
         raw_header = head[:end]
         if b"\0" in raw_header[LENGTH_BYTES:]:
             raise DamagedCheckpointError(
@@ -138,16 +138,16 @@ class RangedShard(SafetensorsShard):
         """Count the bytes of a range that must be requested, because they did not arrive with the header."""
         return max(0, end - max(begin, len(self._head)))
 
-    def _bytes(self, begin: int, count_bytes: int) -> bytes:
-        room = bytearray(count_bytes)
-        self.read_into(begin, memoryview(room))
-        return bytes(room)
+    def _read(self, begin: int, count_bytes: int) -> memoryview:
+        """Read bytes into memory that can be written: torch warns of any other."""
+        found = memoryview(bytearray(count_bytes))
+        self.read_into(begin, found)
+        return found
 
     def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
         if block_bytes <= _SAMPLE_BYTES:
-            begins = range(0, count_bytes, block_bytes)
-            places = ((start + begin, min(block_bytes, count_bytes - begin)) for begin in begins)
-            yield from (memoryview(raw) for raw in self._places(places))
+            for begin in range(0, count_bytes, block_bytes):  # one by one: callers often take the first only
+                yield self._read(start + begin, min(block_bytes, count_bytes - begin))
             return
         if count_bytes <= MOST_BYTES:
             found = _read_ahead(self, start, count_bytes)
@@ -181,8 +181,7 @@ class RangedShard(SafetensorsShard):
         return reading, found
 
     def _places(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Yield each by its own request: callers often take the first, and leave the rest."""
-        return (self._bytes(*place) for place in places)
+        return (bytes(self._read(*place)) for place in places)
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
         return self._stretch(self.header.data_start, self.data_bytes, BLOCK_BYTES)

@@ -218,10 +218,18 @@ def _units(model: nn.Module) -> list[Any]:
 
 
 def _hides_parameters(module: nn.Module) -> bool:
-    """Return whether a module has views of a flat parameter in the places of its own: it does not know their names."""
-    values = vars(module)
-    return values.get(NAMES_KEPT) is False and any(
-        isinstance(one, torch.Tensor) and _is_flattened(one._base) for one in values.values()
+    """Return whether a module has views of a flat parameter in the places of its own: it does not know their names.
+
+    A module may also keep such a view of another one's under a name of its own.
+    """
+    if vars(module).get(NAMES_KEPT) is not False:
+        return False
+    views: dict[str, Any] = {name: one._base for name, one in vars(module).items() if isinstance(one, torch.Tensor)}
+    return any(
+        info.module is module and info.param_name == name
+        for name, flat in views.items()
+        if _is_flattened(flat)
+        for info in (*flat._param_infos, *flat._shared_param_infos)
     )
 
 

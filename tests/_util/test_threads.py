@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from hfshard._util.threads import (
+    ForkSafeLock,
     LendingLock,
     bound,
     result_unless_cancelled,
@@ -306,3 +307,33 @@ def test_the_value_before_is_back_after_the_block_and_after_an_error() -> None:
         assert variable.get() == "outer"
 
     assert variable.get() is None
+
+
+def test_an_interrupt_leaves_no_lock_behind() -> None:
+    # Wherever it comes: a block that a generator opens stays locked if Ctrl-C comes between two of its steps.
+    lock = ForkSafeLock()
+    free: list[bool] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def try_it() -> None:
+        with lock.held():
+            free.append(True)
+
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for at in range(400):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, (20 + at % 100) * 1e-6)
+                while True:
+                    with lock.held():
+                        pass
+            except KeyboardInterrupt:  # while it is handled, its traceback keeps the frames
+                other = threading.Thread(target=try_it, daemon=True)
+                other.start()
+                other.join(60)
+                assert len(free) == at + 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)

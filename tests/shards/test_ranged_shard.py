@@ -66,6 +66,17 @@ def test_data_that_came_with_the_header_is_not_requested_again(tmp_path: Path) -
     assert (shard.asked_bytes(4096, 84_096), shard.asked_bytes(40_000, 50_000)) == (51_328, 10_000)
 
 
+@pytest.mark.parametrize("block_bytes", [4096, 65_536, 131_072])
+def test_blocks_can_be_written_so_that_torch_takes_them_without_a_warning(block_bytes: int, tmp_path: Path) -> None:
+    hfshard.save_state_dict({"x": torch.arange(100_000.0)}, tmp_path)
+    shard, _ = open_shard(tmp_path / "model.safetensors")
+
+    blocks = list(shard.blocks(shard.header.tensors["x"], block_bytes))
+
+    assert not any(block.readonly for block in blocks)
+    assert b"".join(blocks) == torch.arange(100_000.0).numpy().tobytes()
+
+
 def test_pieces_with_at_most_128_kib_between_them_share_a_request(tmp_path: Path) -> None:
     hfshard.save_state_dict({"x": torch.arange(100_000, dtype=torch.int32)}, tmp_path)
     shard, ranges = open_shard(tmp_path / "model.safetensors")
