@@ -323,8 +323,8 @@ def _digests(tensors: Mapping[str, torch.Tensor], *, is_whole: bool = True) -> d
 def _words(tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
     """Compute a 64-bit number of all bits of a tensor and their places, if wanted, and append some of its elements.
 
-    Each 64 bits are multiplied by a number of their place, and all are added: on the tensor's device, a piece at a
-    time.
+    Each 64 bits are multiplied by a number of their place and folded, and all are added: on the tensor's device, a
+    piece at a time. Without the folding, the changed signs of two numbers would cancel out.
     """
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
     local = local.resolve_conj().resolve_neg()
@@ -341,7 +341,7 @@ def _words(tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
     words = flat.view(torch.int64) if is_wide else flat
     places = _numbers_of_places(min(_PIECE, words.numel()), flat.device)
     pieces = words.split(_PIECE) if words.numel() else ()
-    sums = [(piece.to(torch.int64) * places[: piece.numel()]).sum() for piece in pieces]
+    sums = [_folded(piece.to(torch.int64) * places[: piece.numel()]).sum() for piece in pieces]
     total = [(torch.stack(sums) * _numbers_of_places(len(sums), flat.device)).sum().reshape(1)] if sums else []
     return torch.cat([*total, samples])
 
@@ -350,6 +350,11 @@ def _numbers_of_places(count: int, device: torch.device) -> torch.Tensor:
     """Return a random-looking odd number for each place, so that moving a word changes a sum of products."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     for factor in _MIXING:
-        numbers = numbers * factor
-        numbers = numbers ^ (numbers >> 31)
+        numbers = _folded(numbers * factor)
     return numbers | 1
+
+
+def _folded(numbers: torch.Tensor) -> torch.Tensor:
+    """Let the upper half of each number change its lower half, in place."""
+    numbers ^= numbers >> 31
+    return numbers

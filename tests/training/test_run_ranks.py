@@ -22,8 +22,10 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from hfshard.errors import RankMissingError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
+from hfshard.training.run_ranks import Replicas
 from tests.distributed.gloo import check_ranks, join
 from tests.helpers import processes
+from tests.training.ingredients import Keeps
 
 STEPS, SAVED_AT, WORLD_SIZE = 6, 3, 2
 
@@ -194,3 +196,20 @@ def test_a_save_to_which_only_the_first_rank_comes_is_told_that_it_needs_all(tmp
     run = tmp_path / "run"
     check_ranks(tmp_path / "ranks", WORLD_SIZE, save_on_the_first_alone, run)
     assert not run.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_two_changed_signs_are_noticed_wherever_they_are(dtype: torch.dtype) -> None:
+    # The top bit of a word moves a sum of products by the same amount at any place.
+    generator = random.Random(1)
+    tensor = torch.ones(1000, dtype=dtype)
+    state = TrainingState(model=nn.Linear(2, 2), own=Keeps(tensor))
+    expected = Replicas.of(state).objects["own"]
+    for _ in range(200):
+        places = generator.sample(range(1, 1000), 2)
+        tensor[places] = -1
+
+        assert Replicas.of(state).objects["own"] != expected, places
+
+        tensor[places] = 1
+    assert Replicas.of(state).objects["own"] == expected
