@@ -128,7 +128,7 @@ def clean_up_run(root: str) -> None:
         logger.info("Restoring '%s', which a killed save was about to replace.", target)
         os.rename(one.path, target)
         sync_directory(root)
-    for name in _hidden_in(root):
+    for name in leftovers_in(root)[0]:  # looked at again: one that could not be read before must not be lost
         path = os.path.join(root, name)
         logger.info("Removing '%s', left by a killed save.", path)
         if (replaced := REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
