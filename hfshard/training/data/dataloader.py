@@ -28,9 +28,15 @@ from hfshard.training.data.seeding import seeds_for
 _T_co = TypeVar("_T_co", covariant=True)
 _END = (-1, None)
 _OF_WORKERS: Final = (
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
-    "persistent_workers", "pin_memory_device",
-)  # fmt: skip
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
 """Arguments of a DataLoader, and its attributes, that determine no batch."""
 
 
