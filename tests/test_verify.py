@@ -27,7 +27,7 @@ def saved(directory: Path, checksum: str = "sha256") -> list[Path]:
 
 def test_the_root_of_the_file_system_is_a_directory_like_any_other() -> None:
     # A machine may have parts of other programs' checkpoints near its root, in /tmp for one.
-    with pytest.raises(CheckpointNotFoundError, match="^(There is no checkpoint in '/'|'/' contains )"):
+    with pytest.raises(CheckpointNotFoundError, match=r"^(There is no checkpoint in '/'|'/' contains )"):
         hfshard.verify_checkpoint("/")
 
 
