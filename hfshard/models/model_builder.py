@@ -88,8 +88,6 @@ class ModelBuilder:
             model_class = class_of_alias(self.model_class)
             parallel = ParallelizedLoad(self.options.parallelize, model_class, self.checkpoint, self.options.read)
             tensors = self._described(names, parallel)
-            loading = parallel.load_class(self.model_class)
-            call = partial(upstream("from_pretrained", loading), loading)
         arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
@@ -100,6 +98,9 @@ class ModelBuilder:
             confirm_same(ranks, self.checkpoint, read_config(self.local.directory))
         try:
             with building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
+                if parallel is not None:
+                    loading = parallel.load_class(self.model_class)
+                    call = partial(upstream("from_pretrained", loading), loading)
                 model, info = call(None, *model_args, **arguments, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):
