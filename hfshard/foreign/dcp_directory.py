@@ -22,6 +22,9 @@ from hfshard.foreign.dcp_items import Chunk, ItemLayout, open_items
 from hfshard.foreign.dcp_metadata import DcpMetadata, read_metadata
 from hfshard.pickles.pickle_file import OTHER_KEY, WEIGHTS_KEY
 
+_EDGES_AT_ONCE: Final = 1024
+"""Items whose beginnings and ends are in memory at once: 4 MiB."""
+
 
 def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
     """Read the table of a directory in which torch.distributed.checkpoint has saved a model, among others.
@@ -69,9 +72,12 @@ def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str], fo
     inner = os.path.join(directory, folder) if folder else directory
     for name_in_folder, chunks in sorted(by_file.items()):
         file = f"{folder}/{name_in_folder}" if folder else name_in_folder
-        with open_items(inner, name_in_folder, layouts, [chunk for _, chunk in chunks]) as items:
+        with open_items(inner, name_in_folder, layouts) as items:
             identities[file] = items.identity
-            for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
+            in_order = sorted(chunks, key=lambda item: item[1].begin)
+            for number, (name, chunk) in enumerate(in_order):
+                if number % _EDGES_AT_ONCE == 0:
+                    items.read_edges(one for _, one in in_order[number : number + _EDGES_AT_ONCE])
                 tensor = chosen[name]
                 found = items.find(names[name], chunk, tensor.dtype)
                 runs[name] += of_chunks.find(

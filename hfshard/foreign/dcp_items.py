@@ -10,6 +10,7 @@ import io
 import os
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -114,20 +115,17 @@ class _Record(NamedTuple):
 
 
 @contextmanager
-def open_items(
-    directory: str, file: str, layouts: dict[bytes, ItemLayout], chunks: Iterable[Chunk] = ()
-) -> Iterator[ItemFile]:
+def open_items(directory: str, file: str, layouts: dict[bytes, ItemLayout]) -> Iterator[ItemFile]:
     """Open a file with items.
 
     Args:
         directory: The directory of `.metadata`.
         file: Name of the file.
         layouts: Pickle of an item -> its tensor; most items have one of a few pickles.
-        chunks: All chunks in the file that will be found, so that their items' edges are read together.
     """
     fd = open_regular(os.path.join(directory, file), directory)
     try:
-        yield ItemFile(fd, os.path.join(directory, file), layouts, chunks)
+        yield ItemFile(fd, os.path.join(directory, file), layouts)
     finally:
         os.close(fd)
 
@@ -135,14 +133,30 @@ def open_items(
 class ItemFile:
     """An open file with items."""
 
-    def __init__(self, fd: int, path: str, layouts: dict[bytes, ItemLayout], chunks: Iterable[Chunk]) -> None:
+    def __init__(self, fd: int, path: str, layouts: dict[bytes, ItemLayout]) -> None:
         self.identity = identity_of(os.fstat(fd))
         self.size = self.identity[2]
         self._fd, self._path = fd, path
         self._layouts = layouts
         self._header: Header | None = None
-        spots = sorted({edge for chunk in chunks if chunk.begin + chunk.length <= self.size for edge in chunk.edges})
-        self._spots = dict(zip(spots, read_spots(fd, 0, self.size, spots), strict=True))
+        self._starts: list[int] = []
+        self._spots: list[bytes] = []
+        """Stretches of the file that were read, and where they begin."""
+
+    def read_edges(self, chunks: Iterable[Chunk]) -> None:
+        """Read together what `find` needs of some chunks: the beginnings and ends of their items."""
+        stretches: list[tuple[int, int]] = []
+        for begin, count in sorted(
+            {edge for one in chunks if one.begin + one.length <= self.size for edge in one.edges}
+        ):
+            if stretches and begin <= stretches[-1][1]:  # an item mostly begins where another one ends
+                first, end = stretches.pop()
+                stretches.append((first, max(end, begin + count)))
+            else:
+                stretches.append((begin, begin + count))
+        self._starts = [begin for begin, _ in stretches]
+        places = [(begin, end - begin) for begin, end in stretches]
+        self._spots = list(read_spots(self._fd, 0, self.size, places))
 
     def find(self, fqn: str, chunk: Chunk, dtype: torch.dtype) -> FoundChunk:
         """Find the bytes of a chunk.
@@ -199,9 +213,13 @@ class ItemFile:
         return DescribedFile(self._path, identity_of(os.fstat(self._fd)), described, read, find)
 
     def read(self, begin: int, count: int) -> bytes:
-        """Read bytes of the file."""
-        found = self._spots.get((begin, count))
-        return os.pread(self._fd, count, begin) if found is None else found
+        """Return bytes of the file."""
+        at = bisect_right(self._starts, begin) - 1
+        if at >= 0:
+            start = begin - self._starts[at]
+            if start + count <= len(self._spots[at]):
+                return self._spots[at][start : start + count]
+        return os.pread(self._fd, count, begin)
 
     def _find_in_safetensors(self, fqn: str, chunk: Chunk, dtype: torch.dtype) -> int:
         if self._header is None:

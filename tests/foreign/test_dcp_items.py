@@ -33,7 +33,8 @@ def find(raw: bytes, directory: Path, sizes: tuple[int, ...], dtype: torch.dtype
     """Find the chunk in an item that is not the first of its file."""
     (directory / "0").write_bytes(BEFORE + raw + b"and another")
     chunk = Chunk((0,) * len(sizes), sizes, "0", len(BEFORE), len(raw))
-    with open_items(str(directory), "0", {}, [chunk]) as items:
+    with open_items(str(directory), "0", {}) as items:
+        items.read_edges([chunk])
         return items.find("w", chunk, dtype)
 
 
@@ -75,7 +76,8 @@ def test_items_of_a_cold_file_are_found_past_the_page_cache(tmp_path: Path) -> N
     chunks = [Chunk((0, 0), (1000, 1000), "0", number * len(items[0]), len(items[0])) for number in range(2)]
     path = tmp_path / "0"
     make_cold(path)
-    with open(path, "rb") as file, open_items(str(tmp_path), "0", {}, chunks) as opened:
+    with open(path, "rb") as file, open_items(str(tmp_path), "0", {}) as opened:
+        opened.read_edges(chunks)
         found = [opened.find("w", chunk, torch.float32) for chunk in chunks]
         assert not any(is_cached(file.fileno(), chunk.begin, 4096) for chunk in chunks)
     raw = path.read_bytes()
