@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +20,9 @@ if __name__ == "__main__":  # `bench` is a package of scripts/
 
 from bench.harness.arguments import directory_for_data
 from bench.harness.figures import MIB, Data, markdown_table, seconds, spread
-from bench.harness.models import SIZES, total_bytes
+from bench.harness.models import SIZES
 from bench.harness.question import QUESTIONS, Context, Question, question_of
-from bench.harness.runner import HELD_LEAST, make_inputs, run_peers, say
-from bench.machine.reserve import Reserve
+from bench.harness.runner import prepared, run_peers, say
 from bench.run import disk_directory
 
 NOISE = 1.03
@@ -60,15 +58,8 @@ def compare(question: Question, context: Context, before: Path, rounds: int) -> 
     """Run hfshard's peers of one question from both checkouts; return the rows of its table."""
     checkouts = (before, context.checkout)
     found: dict[tuple[str, Path], list[Data]] = defaultdict(list)
-    with ExitStack() as stack:
-        if question.around is not None:
-            context = stack.enter_context(question.around(context))
-        say(f"{question.name}: making the inputs ({context.params})")
-        make_inputs(question, context)
+    with prepared(question, context) as (context, _, _, reserve):
         peers = [peer for peer in question.peers(context) if peer.written_by_hfshard and peer.every == 1]
-        size = total_bytes(context.specs) if context.specs.exists() else 0
-        held = int(question.held * max(size, 0 if context.params == "tiny" else HELD_LEAST))
-        reserve = stack.enter_context(Reserve(held))
         for number in range(rounds):
             for peer in peers:
                 for checkout in checkouts if number % 2 else reversed(checkouts):

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,16 +44,9 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
     """
     rounds = min(rounds, question.max_rounds)
     begin = time.monotonic()
-    with ExitStack() as stack:
-        if question.around is not None:
-            context = stack.enter_context(question.around(context))
-        say(f"{question.name}: making the inputs ({context.params})")
-        make_inputs(question, context)
+    with prepared(question, context) as (context, size, held, reserve):
         peers = [peer for peer in question.peers(context) if with_side or peer.every == 1]
-        size = total_bytes(context.specs) if context.specs.exists() else 0
-        held = int(question.held * max(size, 0 if context.params == "tiny" else HELD_LEAST))
-        with Reserve(held) as reserve:
-            runs, skipped = _run_rounds(question, peers, context, rounds, reserve)
+        runs, skipped = _run_rounds(question, peers, context, rounds, reserve)
     say(f"{question.name}: {time.monotonic() - begin:.0f} s in all")
     _check_results(question, runs)
     found = {
@@ -64,8 +57,20 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
     return {**counts, "skipped": skipped, "peers": found}
 
 
-def make_inputs(question: Question, context: Context) -> None:
-    """Make the inputs of a question, in a process of its own."""
+@contextmanager
+def prepared(question: Question, context: Context) -> Iterator[tuple[Context, int, int, Reserve]]:
+    """Make the inputs of a question; yield its setting, the model's bytes, those that are held, and what holds them."""
+    with ExitStack() as stack:
+        if question.around is not None:
+            context = stack.enter_context(question.around(context))
+        say(f"{question.name}: making the inputs ({context.params})")
+        _make_inputs(question, context)
+        size = total_bytes(context.specs) if context.specs.exists() else 0
+        held = int(question.held * max(size, 0 if context.params == "tiny" else HELD_LEAST))
+        yield context, size, held, stack.enter_context(Reserve(held))
+
+
+def _make_inputs(question: Question, context: Context) -> None:
     child = Child(question.name, "", context, context.environment)
     try:
         child.prepared()
