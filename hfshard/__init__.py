@@ -45,10 +45,8 @@ except ModuleNotFoundError as error:
         "https://learn.microsoft.com/windows/wsl"
     ) from error
 
-from hfshard._util.lazy_imports import lazy_exports
+from hfshard._util.lazy_imports import hand_down, lazy_exports
 from hfshard.constants import VERSION
-from hfshard.hub.card_drawer import CardDrawer as _CardDrawer
-from hfshard.hub.card_drawer import set_card_drawer as _set_card_drawer
 
 __version__ = VERSION
 
@@ -103,10 +101,11 @@ if TYPE_CHECKING:
     from hfshard._util.arguments import parse_size as parse_size
     from hfshard.checkpoint.verify_report import Problem as Problem
     from hfshard.checkpoint.verify_report import VerifyReport as VerifyReport
-    from hfshard.commit.removal_plan import RemovalReport as RemovalReport
+    from hfshard.commit.removal import RemovalReport as RemovalReport
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.format.index import FileDigest as FileDigest
+    from hfshard.hub.model_card import CardDrawer
     from hfshard.hub.repo import PushResult as PushResult
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
@@ -134,11 +133,11 @@ else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 
-def _card_drawer() -> _CardDrawer:
+def _card_drawer() -> CardDrawer:
     """Import what draws the card of a push. Pages are above pushes, and only this file is above every package."""
     from hfshard.viewing.card import draw_card
 
     return draw_card
 
 
-_set_card_drawer(_card_drawer)
+hand_down("draw_card", _card_drawer)

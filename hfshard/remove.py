@@ -16,12 +16,14 @@ from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.commit.directory_state import find_enclosing_hub
 from hfshard.commit.removal import (
+    Removal,
+    RemovalReport,
+    joined,
     remove_from_directory,
     remove_from_store,
     remove_leftovers_from_directory,
     remove_leftovers_from_store,
 )
-from hfshard.commit.removal_plan import Removal, RemovalReport, joined
 from hfshard.commit.store_commit import run_of_folder
 from hfshard.constants import MARKS
 from hfshard.errors import (

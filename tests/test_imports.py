@@ -343,7 +343,7 @@ def test_what_works_without_a_hub_needs_no_huggingface_hub(child_environment: di
 def test_readers_of_other_frameworks_are_imported_when_they_are_used() -> None:
     found = {name for name in _imported_at_once("hub.push_files", set()) if name.startswith("foreign.")}
 
-    assert found == {f"foreign.{name}" for name in ("byte_runs", "find_foreign", "foreign_run", "foreign_shard")}
+    assert found == {f"foreign.{name}" for name in ("byte_runs", "find_foreign", "foreign_shard")}
 
 
 def test_every_folder_with_code_is_a_package_so_that_an_installation_has_it() -> None:

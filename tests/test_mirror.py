@@ -35,7 +35,6 @@ SINGLE = {
 COVERED = {
     "__main__": "cli/test_main.py",
     "constants": "golden",
-    "foreign/dcp_metadata": "foreign/test_dcp_directory.py",
     "foreign/deepspeed_partitions": "foreign/test_deepspeed.py",
     "hub/hub_repo": "hub/push",
     "hub/repo_folder": "hub/pull/test_pull.py",

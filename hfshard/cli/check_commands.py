@@ -12,22 +12,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
+from hfshard.cli import shared_arguments
 from hfshard.cli.output import bar, checksum_text, fitted_table, print_json, print_message, print_text, table
-from hfshard.cli.shared_arguments import (
-    OR_STORE,
-    REPO,
-    CommandGroup,
-    add_best,
-    add_checkpoint,
-    add_choice,
-    add_directory,
-    add_format,
-    add_key,
-    add_no_progress,
-    add_token,
-    add_variant,
-    shard_size,
-)
 from hfshard.errors import InvalidArgumentError, printable_message
 from hfshard.signing.signer import SignedBy
 
@@ -41,7 +27,7 @@ _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
 
 
-def add_inspect(commands: CommandGroup) -> None:
+def add_inspect(commands: shared_arguments.CommandGroup) -> None:
     """Add `inspect`."""
     parser = commands.add_parser(
         "inspect",
@@ -49,10 +35,10 @@ def add_inspect(commands: CommandGroup) -> None:
         help="show shards, dtypes, the largest tensors, tied names, metadata",
         description="Show a checkpoint's contents from its index and headers, without reading tensors.",
     )
-    add_checkpoint(parser)
-    add_variant(parser)
-    add_key(parser)
-    add_format(parser)
+    shared_arguments.add_checkpoint(parser)
+    shared_arguments.add_variant(parser)
+    shared_arguments.add_key(parser)
+    shared_arguments.add_format(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the largest")
 
 
@@ -77,7 +63,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_verify(commands: CommandGroup) -> None:
+def add_verify(commands: shared_arguments.CommandGroup) -> None:
     """Add `verify`."""
     parser = commands.add_parser(
         "verify",
@@ -86,9 +72,9 @@ def add_verify(commands: CommandGroup) -> None:
         description="Check every file of a checkpoint; of a training checkpoint, also the optimizer's and all others; "
         "of a run, all its checkpoints. Exit 0: intact, 1: damaged, 2: bad usage.",
     )
-    add_checkpoint(parser)
-    add_variant(parser)
-    add_format(parser)
+    shared_arguments.add_checkpoint(parser)
+    shared_arguments.add_variant(parser)
+    shared_arguments.add_format(parser)
     parser.add_argument(
         "--level",
         choices=("full", "structure"),
@@ -110,7 +96,7 @@ def add_verify(commands: CommandGroup) -> None:
     signed.add_argument("--oidc-issuer", metavar="URL", help="the issuer that vouches for the identity")
     signed.add_argument("--use-staging", action="store_true", help="use Sigstore's staging instance")
     signed.add_argument("--trust-config", metavar="FILE", help="JSON file with the keys of another Sigstore")
-    add_no_progress(parser)
+    shared_arguments.add_no_progress(parser)
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -235,7 +221,7 @@ _NAME_BYTES: Final = 250
 """Maximum for a file's name without ".html"; in a store, names have up to 1,024."""
 
 
-def add_show(commands: CommandGroup) -> None:
+def add_show(commands: shared_arguments.CommandGroup) -> None:
     """Add `show`."""
     parser = commands.add_parser(
         "show",
@@ -246,7 +232,9 @@ def add_show(commands: CommandGroup) -> None:
         "metrics, what is damaged. The file needs no network and no other files.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help=f"a directory, or one file of weights; {REPO}{OR_STORE}"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help=f"a directory, or one file of weights; {shared_arguments.REPO}{shared_arguments.OR_STORE}",
     )
     parser.add_argument(
         "-o",
@@ -254,13 +242,13 @@ def add_show(commands: CommandGroup) -> None:
         metavar="FILE",
         help="the page (default: the checkpoint's name with .html, in this directory; with --png: none)",
     )
-    add_variant(parser)
-    add_key(parser)
+    shared_arguments.add_variant(parser)
+    shared_arguments.add_key(parser)
     parser.add_argument("--revision", help="revision on a hub: branch, tag, commit or refs/pr/N (default: main)")
     parser.add_argument("--subfolder", default="", help="folder in CHECKPOINT")
     parser.add_argument(
         "--max-shard-size",
-        type=shard_size,
+        type=shared_arguments.shard_size,
         metavar="SIZE",
         help="measure the files against this size, not the largest file",
     )
@@ -275,7 +263,7 @@ def add_show(commands: CommandGroup) -> None:
     parser.add_argument(
         "--png-size", default="1200x630", metavar="WxH", help="screenshot size in pixels (default: %(default)s)"
     )
-    add_choice(parser, "--png-theme", ("light", "dark"), "light", "screenshot theme")
+    shared_arguments.add_choice(parser, "--png-theme", ("light", "dark"), "light", "screenshot theme")
     parser.add_argument(
         "--paths", action="store_true", help="show absolute paths (default: the names of folders, as pages are shared)"
     )
@@ -283,10 +271,10 @@ def add_show(commands: CommandGroup) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="for a run: also what changed from each checkpoint to the next, by digests"
     )
-    add_best(parser, "for a run: mark")
-    add_token(parser)
-    add_format(parser)
-    add_no_progress(parser)
+    shared_arguments.add_best(parser, "for a run: mark")
+    shared_arguments.add_token(parser)
+    shared_arguments.add_format(parser)
+    shared_arguments.add_no_progress(parser)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -350,7 +338,7 @@ _ENCRYPTED: Final = b"ENCRYPTED"
 """Text in the PEM of a key that has a password."""
 
 
-def add_sign(commands: CommandGroup) -> None:
+def add_sign(commands: shared_arguments.CommandGroup) -> None:
     """Add `sign`."""
     parser = commands.add_parser(
         "sign",
@@ -360,7 +348,7 @@ def add_sign(commands: CommandGroup) -> None:
         "`model_signing verify` check. Shards that hfshard saved are not read again. The password of a key is read "
         "from HFSHARD_KEY_PASSWORD, or asked for.",
     )
-    add_directory(parser, "the checkpoint's directory", takes_address=False)
+    shared_arguments.add_directory(parser, "the checkpoint's directory", takes_address=False)
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--private-key", metavar="FILE", help="an elliptic curve key (P-256, P-384, P-521), PEM")
     who.add_argument("--sigstore", action="store_true", help="sign with a Sigstore identity; asks in the browser")
@@ -380,12 +368,12 @@ def add_sign(commands: CommandGroup) -> None:
         "--trust-config", metavar="FILE", help="with --sigstore: JSON file with the keys of another Sigstore"
     )
     text = "full: also read the shards, and compare every byte before signing"
-    add_choice(parser, "--verify", ("structure", "full"), "structure", text)
+    shared_arguments.add_choice(parser, "--verify", ("structure", "full"), "structure", text)
     parser.add_argument(
         "--card-picture", action="store_true", help="first show the checkpoint in README.md, as `hfshard push` does"
     )
-    add_format(parser)
-    add_no_progress(parser)
+    shared_arguments.add_format(parser)
+    shared_arguments.add_no_progress(parser)
 
 
 def sign(arguments: argparse.Namespace) -> int:

@@ -6,22 +6,11 @@ import argparse
 from dataclasses import asdict
 
 from hfshard._util.text import format_size, printable
+from hfshard.cli import shared_arguments
 from hfshard.cli.output import print_json, print_message, print_text, short_hash, table
-from hfshard.cli.shared_arguments import (
-    OR_STORE,
-    REPO,
-    STORE,
-    CommandGroup,
-    add_directory,
-    add_format,
-    add_no_progress,
-    add_token,
-    add_variant,
-    add_verify_level,
-)
 
 
-def add_push(commands: CommandGroup) -> None:
+def add_push(commands: shared_arguments.CommandGroup) -> None:
     """Add `push`."""
     parser = commands.add_parser(
         "push",
@@ -30,8 +19,10 @@ def add_push(commands: CommandGroup) -> None:
         description="Push a checkpoint from a directory or a store as one commit. Contents that the hub has are not "
         "sent, and old weights are removed. To a store, the checkpoint is copied as a save would write it.",
     )
-    add_directory(parser, "the checkpoint's directory")
-    parser.add_argument("repo_id", metavar="REPO", help=f"{REPO}; or, without commits, {STORE}")
+    shared_arguments.add_directory(parser, "the checkpoint's directory")
+    parser.add_argument(
+        "repo_id", metavar="REPO", help=f"{shared_arguments.REPO}; or, without commits, {shared_arguments.STORE}"
+    )
     parser.add_argument("--revision", help="the branch to push to, created if missing (default: main)")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of pushing to the branch")
     parser.add_argument("--path-in-repo", default="", help="folder in the repo")
@@ -52,9 +43,9 @@ def add_push(commands: CommandGroup) -> None:
         action="store_true",
         help="show the checkpoint in the repo's README.md: a picture, drawn by an installed Chromium, and a table",
     )
-    add_token(parser)
-    add_format(parser)
-    add_no_progress(parser)
+    shared_arguments.add_token(parser)
+    shared_arguments.add_format(parser)
+    shared_arguments.add_no_progress(parser)
 
 
 def push(arguments: argparse.Namespace) -> int:
@@ -90,7 +81,7 @@ def push(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_pull(commands: CommandGroup) -> None:
+def add_pull(commands: shared_arguments.CommandGroup) -> None:
     """Add `pull`."""
     parser = commands.add_parser(
         "pull",
@@ -99,12 +90,12 @@ def add_pull(commands: CommandGroup) -> None:
         description="Pull a checkpoint into the cache, into a directory or to a store, check it, and print where it "
         "is. Existing files are not fetched again.",
     )
-    parser.add_argument("repo_id", metavar="REPO", help=f"{REPO}; or {STORE}")
+    parser.add_argument("repo_id", metavar="REPO", help=f"{shared_arguments.REPO}; or {shared_arguments.STORE}")
     parser.add_argument(
         "directory",
         metavar="DIR",
         nargs="?",
-        help=f"the directory to write (default: huggingface_hub's cache){OR_STORE}",
+        help=f"the directory to write (default: huggingface_hub's cache){shared_arguments.OR_STORE}",
     )
     parser.add_argument("--revision", help="branch, tag, commit or refs/pr/N (default: main)")
     parser.add_argument("--subfolder", default="", help="folder in the repo")
@@ -121,11 +112,11 @@ def add_pull(commands: CommandGroup) -> None:
         "--force-download", action="store_true", help="fetch again even what is cached, in case the cache is damaged"
     )
     parser.add_argument("--local-files-only", action="store_true", help="use only the cache, not the network")
-    add_verify_level(parser, "what to check, as in from_pretrained")
-    add_variant(parser)
-    add_token(parser)
-    add_format(parser)
-    add_no_progress(parser)
+    shared_arguments.add_verify_level(parser, "what to check, as in from_pretrained")
+    shared_arguments.add_variant(parser)
+    shared_arguments.add_token(parser)
+    shared_arguments.add_format(parser)
+    shared_arguments.add_no_progress(parser)
 
 
 def pull(arguments: argparse.Namespace) -> int:
@@ -154,7 +145,7 @@ def pull(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_revisions(commands: CommandGroup) -> None:
+def add_revisions(commands: shared_arguments.CommandGroup) -> None:
     """Add `revisions`."""
     parser = commands.add_parser(
         "revisions",
@@ -162,7 +153,7 @@ def add_revisions(commands: CommandGroup) -> None:
         help="list, tag or delete the revisions of a directory hub",
         description="Show the branches, tags and commits of a directory that serves as a hub.",
     )
-    add_directory(parser, "the directory that serves as a hub", takes_address=False)
+    shared_arguments.add_directory(parser, "the directory that serves as a hub", takes_address=False)
     change = parser.add_mutually_exclusive_group()
     change.add_argument(
         "--delete", metavar="REV", help="delete a branch, a tag, or a commit that no branch or tag leads to"
@@ -170,7 +161,7 @@ def add_revisions(commands: CommandGroup) -> None:
     change.add_argument("--tag", nargs=2, metavar=("NAME", "REV"), help="give a revision a permanent name")
     change.add_argument("--prune", action="store_true", help="delete every commit that no branch or tag leads to")
     parser.add_argument("--force", action="store_true", help="with --delete: also main")
-    add_format(parser)
+    shared_arguments.add_format(parser)
 
 
 def revisions(arguments: argparse.Namespace) -> int:

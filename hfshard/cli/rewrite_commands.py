@@ -12,29 +12,15 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
+from hfshard.cli import shared_arguments
 from hfshard.cli.check_commands import print_problems
 from hfshard.cli.output import checksum_text, is_confirmed, print_json, print_message, print_text, table
-from hfshard.cli.shared_arguments import (
-    OR_STORE,
-    REPO,
-    STORE,
-    CommandGroup,
-    add_best,
-    add_checksum,
-    add_directory,
-    add_format,
-    add_key,
-    add_no_progress,
-    add_token,
-    add_variant,
-    shard_size,
-)
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from hfshard.checkpoint.verify_report import Problem
-    from hfshard.commit.removal_plan import RemovalReport
+    from hfshard.commit.removal import RemovalReport
     from hfshard.format.index import FileDigest
     from hfshard.saving.resharding import ReshardResult
     from hfshard.training.interop.convert_run import ConvertedRun
@@ -43,7 +29,7 @@ if TYPE_CHECKING:
     from hfshard.viewing.run_listing import ListedCheckpoint
 
 
-def add_reshard(commands: CommandGroup) -> None:
+def add_reshard(commands: shared_arguments.CommandGroup) -> None:
     """Add `reshard`."""
     parser = commands.add_parser(
         "reshard",
@@ -60,11 +46,17 @@ def add_reshard(commands: CommandGroup) -> None:
 
 
 def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; {REPO}; or {STORE}")
-    parser.add_argument("target", metavar="DST", help=f"the directory to write; if it is SRC: in place{OR_STORE}")
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help=f"a directory, or one file of weights; {shared_arguments.REPO}; or {shared_arguments.STORE}",
+    )
+    parser.add_argument(
+        "target", metavar="DST", help=f"the directory to write; if it is SRC: in place{shared_arguments.OR_STORE}"
+    )
     parser.add_argument(
         "--max-shard-size",
-        type=shard_size,
+        type=shared_arguments.shard_size,
         default=DEFAULT_MAX_SHARD_SIZE,
         metavar="SIZE",
         help="maximum size of a file, such as 5GB or 500MiB (default: %(default)s)",
@@ -76,9 +68,9 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
         help="greedy: in the order of the tensors (default); balanced: files of similar size, and fewer if possible",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="cast floating tensors")
-    add_checksum(parser, "checksum of the written files")
-    add_variant(parser)
-    add_key(parser)
+    shared_arguments.add_checksum(parser, "checksum of the written files")
+    shared_arguments.add_variant(parser)
+    shared_arguments.add_key(parser)
     parser.add_argument("--revision", help="revision of SRC on a hub: branch, tag, commit or refs/pr/N (default: main)")
     parser.add_argument("--subfolder", default="", help="folder in SRC")
     parser.add_argument(
@@ -95,9 +87,9 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="remove DST's model.sig, which becomes stale; otherwise a signed checkpoint is rejected in place",
     )
-    add_token(parser)
-    add_format(parser)
-    add_no_progress(parser)
+    shared_arguments.add_token(parser)
+    shared_arguments.add_format(parser)
+    shared_arguments.add_no_progress(parser)
 
 
 def reshard(arguments: argparse.Namespace) -> int:
@@ -229,7 +221,7 @@ def _result_as_text(result: ReshardResult, variant: str | None) -> str:
 # The commands for checkpoints of training runs: checkpoints, and convert if it creates one.
 
 
-def add_checkpoints(commands: CommandGroup) -> None:
+def add_checkpoints(commands: shared_arguments.CommandGroup) -> None:
     """Add `checkpoints`."""
     parser = commands.add_parser(
         "checkpoints",
@@ -238,11 +230,11 @@ def add_checkpoints(commands: CommandGroup) -> None:
         description="List a training run's checkpoints in the order in which they were saved, and what is wrong with "
         "them. Exit 0: none is damaged or unfinished, 1: one is, or the run has none, 2: bad usage.",
     )
-    add_directory(parser, "the run's directory")
+    shared_arguments.add_directory(parser, "the run's directory")
     parser.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
-    add_best(parser, "mark")
-    add_format(parser)
-    add_no_progress(parser)
+    shared_arguments.add_best(parser, "mark")
+    shared_arguments.add_format(parser)
+    shared_arguments.add_no_progress(parser)
 
 
 def checkpoints(arguments: argparse.Namespace) -> int:
@@ -305,7 +297,7 @@ def _state_text(entry: ListedCheckpoint) -> str:
     return ", ".join(["intact", *words] if is_intact else words)
 
 
-def add_convert(commands: CommandGroup) -> None:
+def add_convert(commands: shared_arguments.CommandGroup) -> None:
     """Add `convert`."""
     parser = commands.add_parser(
         "convert",
@@ -419,7 +411,7 @@ _SHOWN: Final = 30
 """Files in a list; JSON has all of them."""
 
 
-def add_remove(commands: CommandGroup) -> None:
+def add_remove(commands: shared_arguments.CommandGroup) -> None:
     """Add `remove`."""
     parser = commands.add_parser(
         "remove",
@@ -430,10 +422,12 @@ def add_remove(commands: CommandGroup) -> None:
         "no leftovers, 1: not removed, 2: bad usage.",
     )
     parser.add_argument(
-        "directory", metavar="PLACE", help=f"the directory of a checkpoint, a run or a run's checkpoint{OR_STORE}"
+        "directory",
+        metavar="PLACE",
+        help=f"the directory of a checkpoint, a run or a run's checkpoint{shared_arguments.OR_STORE}",
     )
     parser.add_argument("--step", type=int, metavar="N", help="for a run: the checkpoint of this step")
-    add_variant(parser)
+    shared_arguments.add_variant(parser)
     parser.add_argument(
         "--leftovers", action="store_true", help="remove not a checkpoint, but what killed saves have left in PLACE"
     )
@@ -444,7 +438,7 @@ def add_remove(commands: CommandGroup) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="list what goes and what stays, and remove nothing")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    add_format(parser)
+    shared_arguments.add_format(parser)
 
 
 def remove(arguments: argparse.Namespace) -> int:

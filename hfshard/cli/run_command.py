@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Final, NoReturn
 
-from hfshard._util.import_hook import ANNOUNCED, announce_once
+from hfshard._util.lazy_imports import ANNOUNCED, announce_once
 from hfshard._util.text import printable, without_url_secrets
 from hfshard.cli.shared_arguments import CommandGroup, add_checksum, add_verify_level
 from hfshard.errors import InvalidArgumentError, InvalidPathError, printable_message

@@ -34,20 +34,7 @@ from hfshard.commit.directory_state import (
 )
 from hfshard.commit.transaction import JobsOf, NamesTakenError, NewCheckpoint, ShardWriter
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, README, SIGNATURE_NAME, STAGING_DIRECTORY
-from hfshard.disk.fsops import (
-    NO_LINKS,
-    FlushBatch,
-    can_link,
-    locked_directory,
-    make_directories,
-    reject_linked_directories,
-    remove_empty_directories,
-    rename,
-    require_space,
-    sync,
-    sync_directory,
-    unlink_if_exists,
-)
+from hfshard.disk import fsops
 from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_small
 from hfshard.errors import (
     CommitUndoneError,
@@ -120,7 +107,7 @@ class DirectorySession:
         Raises:
             NotEnoughSpaceError: The file system has less free space.
         """
-        require_space(
+        fsops.require_space(
             self.directory,
             need_bytes,
             doing=f"Saving into '{self.directory}'",
@@ -143,7 +130,7 @@ class DirectorySession:
 
     def can_link(self, staged: str) -> bool:
         """Return whether a file in the staging directory can get a second name."""
-        if can_link(self.staging, os.path.join(self.staging, staged)):
+        if fsops.can_link(self.staging, os.path.join(self.staging, staged)):
             return True
         logger.warning(
             "'%s' does not support hard links: the checkpoint is written as shards instead of one file.", self.directory
@@ -167,7 +154,7 @@ class DirectorySession:
         """
         to_commit = plan.to_commit
         rollback = Rollback(self.directory, self.staging)
-        with FlushBatch() as unflushed:
+        with fsops.FlushBatch() as unflushed:
             self._stage_small_files(plan, unflushed)
             rollback.prepare(to_commit, unflushed)
             for made in self.made:
@@ -180,7 +167,7 @@ class DirectorySession:
             rollback.discard()
             self._run_after_commit(plan.steps[len(to_commit) :])
 
-    def _stage_small_files(self, plan: CommitPlan, unflushed: FlushBatch) -> None:
+    def _stage_small_files(self, plan: CommitPlan, unflushed: fsops.FlushBatch) -> None:
         targets = {step.source: step.target for step in plan.steps if step.kind == "rename"}
         weights = self.replaced
         for staged, content in plan.small_files.items():
@@ -268,26 +255,26 @@ class DirectorySession:
         elif step.kind == "link":
             second = os.path.join(self.staging, "second-name")
             os.link(os.path.join(self.directory, step.source), second)
-            rename(second, target)
+            fsops.rename(second, target)
         elif step.kind == "remove":
-            unlink_if_exists(target)
+            fsops.unlink_if_exists(target)
         else:
             for folder in sorted(self.changed_folders):
                 with open_folder(self.directory, folder) as fd:
-                    sync(fd, os.path.join(self.directory, folder))
+                    fsops.sync(fd, os.path.join(self.directory, folder))
             self.changed_folders.clear()
-            sync_directory(self.directory)
+            fsops.sync_directory(self.directory)
 
     def _place(self, source: str, name: str) -> None:
         """Rename a staged file into place, following no link into a folder below the directory."""
         folder = os.path.dirname(name)
         target = os.path.join(self.directory, name)
         if not folder:
-            rename(source, target)
+            fsops.rename(source, target)
             return
         with open_folder(self.directory, folder) as fd:
             self.changed_folders.add(folder)
-            rename(source, target, fd)
+            fsops.rename(source, target, fd)
 
     def make_folders(self, names: Iterable[str]) -> None:
         """Create the folders of files in subfolders of the directory; they are removed if the session fails.
@@ -324,8 +311,8 @@ def save_session(
     reject_hub_directory(directory)
     made = _make(directory)
     try:
-        with locked_directory(directory, wait_seconds=wait_seconds):
-            reject_linked_directories(directory, STAGING_DIRECTORY)
+        with fsops.locked_directory(directory, wait_seconds=wait_seconds):
+            fsops.reject_linked_directories(directory, STAGING_DIRECTORY)
             for name in (CONFIG_NAME, names.single, names.index):
                 _reject_directory(directory, name)
             state = read_directory_state(directory, names)
@@ -353,7 +340,7 @@ def save_session(
                 if not session.is_unfinished:
                     clear_staging(directory)
     except BaseException:
-        remove_empty_directories(made)
+        fsops.remove_empty_directories(made)
         raise
 
 
@@ -381,7 +368,7 @@ def _make(directory: str) -> list[str]:
             path=directory,
         )
     try:
-        return make_directories(directory, flush=False)  # before the first step
+        return fsops.make_directories(directory, flush=False)  # before the first step
     except (NotADirectoryError, FileExistsError) as error:
         raise SaveDirectoryError(
             f"Cannot create the directory '{directory}': a path above it is a file. Pass another path.",
@@ -392,8 +379,8 @@ def _make(directory: str) -> list[str]:
 def _clean_up(directory: str, leftovers: tuple[str, ...]) -> None:
     for name in leftovers:
         logger.info("Removing '%s' from '%s', left by a killed save.", name, directory)
-        unlink_if_exists(os.path.join(directory, name))
-    sync_directory(directory)
+        fsops.unlink_if_exists(os.path.join(directory, name))
+    fsops.sync_directory(directory)
 
 
 def clear_staging(directory: str) -> None:
@@ -557,7 +544,7 @@ class DirectoryTransaction:
             session = self._session
             single = os.path.join(session.directory, session.state.names.single)
             is_wanted = self._new.hides_single and session.state.has_single
-            self._hides_single = is_wanted and can_link(session.staging, single)
+            self._hides_single = is_wanted and fsops.can_link(session.staging, single)
         return self._hides_single
 
     def _stage_companion_files(self, progress_callback: ProgressCallback) -> None:
@@ -588,7 +575,7 @@ class Rollback:
         self._undo: list[_Undo] = []
         self._linked: list[str] = []
 
-    def prepare(self, steps: Sequence[CommitStep], unflushed: FlushBatch) -> None:
+    def prepare(self, steps: Sequence[CommitStep], unflushed: fsops.FlushBatch) -> None:
         """Prepare to roll back all steps that may have to be; the files that they move into place are staged.
 
         The copies that this adds to `unflushed` must be durable before the first step.
@@ -637,25 +624,27 @@ class Rollback:
         """Remove the second names of large files, whose space is otherwise not free when the files are removed."""
         for kept in self._linked:
             try:
-                unlink_if_exists(kept)
+                fsops.unlink_if_exists(kept)
             except OSError as error:
                 logger.warning("'%s' could not be removed (%s); the next save will.", kept, error)
 
     def _flush(self) -> bool:
         """Make what was undone durable; return False, after logging an error, if the disk fails."""
         try:
-            sync_directory(self.directory)
+            fsops.sync_directory(self.directory)
         except OSError as error:
             logger.error("'%s' could not be flushed after a failed save: %s", self.directory, error)
             return False
         return True
 
-    def _rollback_for(self, step: CommitStep, now: str, kept_name: str, unflushed: FlushBatch) -> Callable[[], object]:
+    def _rollback_for(
+        self, step: CommitStep, now: str, kept_name: str, unflushed: fsops.FlushBatch
+    ) -> Callable[[], object]:
         """Prepare the undo of a step; `now` is the file that will have the target's name then, "" if none."""
         target = os.path.join(self.directory, step.target)
         if step.kind == "link":
             is_new = not os.path.lexists(now)
-            return lambda: unlink_if_exists(target) if is_new else None
+            return lambda: fsops.unlink_if_exists(target) if is_new else None
         if step.kind == "remove":
             return self._undo_of_removal(target, kept_name)
         if step.kind == "sync":
@@ -665,12 +654,12 @@ class Rollback:
 
         def restore() -> None:
             if not os.path.exists(staged):
-                rename(kept, target)
+                fsops.rename(kept, target)
 
         try:
             status = os.lstat(now)
         except FileNotFoundError:
-            return lambda: None if os.path.exists(staged) else unlink_if_exists(target)
+            return lambda: None if os.path.exists(staged) else fsops.unlink_if_exists(target)
         if stat.S_ISLNK(status.st_mode):
             os.symlink(os.readlink(now), kept)
             return restore
@@ -692,7 +681,7 @@ class Rollback:
 
         def restore() -> None:
             if os.path.lexists(kept) and not os.path.lexists(target):
-                rename(kept, target)
+                fsops.rename(kept, target)
 
         return restore
 
@@ -701,7 +690,7 @@ class Rollback:
         try:
             os.link(target, kept)
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            if error.errno not in fsops.NO_LINKS:
                 raise
             logger.info("'%s' cannot be hard-linked (%s): it cannot be restored if the save fails.", target, error)
             return False
@@ -749,8 +738,8 @@ class SignatureTracker:
         ):
             return  # none, or one that belongs to the saved files and came with them
         if is_removed:
-            unlink_if_exists(path)
-            sync_directory(self._directory)
+            fsops.unlink_if_exists(path)
+            fsops.sync_directory(self._directory)
             logger.info("Deleted the stale signature '%s'.", path)
             return
         logger.warning(

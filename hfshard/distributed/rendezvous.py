@@ -17,29 +17,8 @@ import torch.distributed as dist
 
 from hfshard._util.call_ranks import Role, Session, call_ranks, has_other_ranks
 from hfshard._util.text import describe_error
+from hfshard.distributed import liveness
 from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, open_group_store
-from hfshard.distributed.liveness import (
-    PEER_TIMEOUT_SECONDS,
-    ArrivalHeartbeats,
-    Heartbeat,
-    PeerHeartbeats,
-    Wait,
-    Watch,
-    arrival_key,
-    beat_key,
-    current_process,
-    dead_key,
-    failed_key,
-    failure_record,
-    final_record,
-    group_timeout_seconds,
-    missing_error,
-    pack,
-    process_key,
-    unpack,
-    waiting_message,
-    with_unknown_outcome,
-)
 from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +78,7 @@ def session(
             yield GroupSession(f"{key}/none", (), rank, store=store)
             return
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
-        timeout_seconds = group_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        timeout_seconds = liveness.group_timeout_seconds() if timeout_seconds is None else timeout_seconds
         with _turn(call, key, timeout_seconds):
             while True:
                 with _Rendezvous(store, key, call, rank, death_seconds) as rendezvous:
@@ -161,8 +140,10 @@ class _Rendezvous:
     def gather(self, needs_all: bool, wait_seconds: float, timeout_seconds: float) -> None:
         """Report that this rank has come, and find out which others take part; raise if a needed one has not come."""
         self.session.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
-        self._store.delete([self._declined_key(self._rank), dead_key(self._rank), arrival_key(self._rank)])
-        self._store.put(process_key(self._rank), current_process())
+        self._store.delete(
+            [self._declined_key(self._rank), liveness.dead_key(self._rank), liveness.arrival_key(self._rank)]
+        )
+        self._store.put(liveness.process_key(self._rank), liveness.current_process())
         opener = int(self._store.swap(self._tagged("opener"), "", str(self._rank)))
         self._keeper = opener
         if opener == self._rank:
@@ -174,7 +155,7 @@ class _Rendezvous:
         self._keeper = self.session.leader
         self._is_gathered = True
         if door["absent"]:
-            raise missing_error(door, self._place, timeout_seconds)
+            raise liveness.missing_error(door, self._place, timeout_seconds)
 
     def _enter(self) -> str:
         """Return the name of the current or next session, which cannot end now until this rank leaves."""
@@ -191,8 +172,8 @@ class _Rendezvous:
         if self._key not in _LEFT:
             return
         name, keeper = _LEFT.pop(self._key)
-        life = PeerHeartbeats(self._store, f"{self._key}/{name}/beat", self._death_seconds)
-        waiting = Wait(PEER_TIMEOUT_SECONDS)
+        life = liveness.PeerHeartbeats(self._store, f"{self._key}/{name}/beat", self._death_seconds)
+        waiting = liveness.Wait(liveness.PEER_TIMEOUT_SECONDS)
         while self._is_now(name):
             if life.look([keeper])[keeper] > self._death_seconds or waiting.is_over:
                 self._store.swap(f"{self._key}/now", name, "")
@@ -200,15 +181,15 @@ class _Rendezvous:
 
     def _collect_arrivals(self, wait_seconds: float, timeout_seconds: float) -> dict[str, list[int]]:
         """Wait for the others: briefly, or for long if all are needed."""
-        waiting = Wait(timeout_seconds)
+        waiting = liveness.Wait(timeout_seconds)
         came: dict[int, bytes] = {}
-        way_signs = ArrivalHeartbeats(self._store, self._death_seconds)
+        way_signs = liveness.ArrivalHeartbeats(self._store, self._death_seconds)
         while True:
             came |= self._came(rank for rank in self._world if rank not in came)
             others = [rank for rank in self._world if rank not in came]
             way_signs.look(others)
             declined = self._those_with(map(self._declined_key, others), others)
-            dead = self._those_with(map(dead_key, others), others)
+            dead = self._those_with(map(liveness.dead_key, others), others)
             needs_all = b"all" in came.values()
             missing = set(others) if needs_all else {*others}.difference(declined, dead)
             can_stop_waiting = not needs_all or bool(dead)
@@ -216,7 +197,7 @@ class _Rendezvous:
                 break
             if waiting.is_word_due():
                 logger.warning(
-                    "%s", waiting_message(self._rank, missing, self._place, waiting.seconds, timeout_seconds)
+                    "%s", liveness.waiting_message(self._rank, missing, self._place, waiting.seconds, timeout_seconds)
                 )
             self.session.look(list(came))
             waiting.pause()
@@ -349,13 +330,13 @@ class GroupSession(Session):
         super().__init__(ranks, rank)
         self.tag = tag
         self.death_seconds = death_seconds
-        self._timeout_seconds = timeout_seconds or max(PEER_TIMEOUT_SECONDS, group_timeout_seconds())
+        self._timeout_seconds = timeout_seconds or max(liveness.PEER_TIMEOUT_SECONDS, liveness.group_timeout_seconds())
         self._is_store_mine = store is None
         self._keep_outcome_keys = keep_outcome_keys
         self._given_store = store
         self._store: TimeoutStore
-        self._watch: Watch
-        self._heart: Heartbeat
+        self._watch: liveness.Watch
+        self._heart: liveness.Heartbeat
         self._keys: list[str] = []
         self._meetings = 0
         self._may_be_done = False
@@ -372,8 +353,8 @@ class GroupSession(Session):
 
     def __enter__(self) -> Self:
         self._store = self._given_store or open_group_store(self.death_seconds)
-        self._heart = Heartbeat(self._store, f"{beat_key(self.tag)}/{self.rank}", self.death_seconds)
-        self._watch = Watch(self._store, self.tag, self.rank, self._heart, self.death_seconds)
+        self._heart = liveness.Heartbeat(self._store, f"{liveness.beat_key(self.tag)}/{self.rank}", self.death_seconds)
+        self._watch = liveness.Watch(self._store, self.tag, self.rank, self._heart, self.death_seconds)
         self._heart.start()
         self._keys.append(self._heart.key)
         return self
@@ -410,13 +391,13 @@ class GroupSession(Session):
         """
         self._meetings += 1
         place = f"meet/{self._meetings}"
-        labelled = pack({0: name.encode(), 1: value})
+        labelled = liveness.pack({0: name.encode(), 1: value})
         if not self.is_leader:
             self.put_key(f"{place}/{self.rank}", labelled)
-            return unpack(self._await(f"{place}/all", self.leader, [self.leader]))
+            return liveness.unpack(self._await(f"{place}/all", self.leader, [self.leader]))
         values = {self.rank: value}
         for rank in self.ranks[1:]:
-            said = unpack(self._await(f"{place}/{rank}", rank, self.ranks))
+            said = liveness.unpack(self._await(f"{place}/{rank}", rank, self.ranks))
             if said[0].decode() not in (name, ANY_PLACE) and name != ANY_PLACE:
                 raise RankFailedError(
                     f"Rank {rank} is at {said[0].decode()!r}, but rank {self.rank} is at {name!r}. Make the same "
@@ -425,7 +406,7 @@ class GroupSession(Session):
                 )
             values[rank] = said[1]
         self._watch.reset_suspicion(self.ranks)
-        self.put_key(f"{place}/all", pack(values))
+        self.put_key(f"{place}/all", liveness.pack(values))
         return values
 
     def all_of(self, value: _Value) -> list[_Value]:
@@ -539,11 +520,11 @@ class GroupSession(Session):
         """
         if self.rank not in self.ranks:
             return
-        record = failure_record(error, self.rank, may_be_done=self._may_be_done)
+        record = liveness.failure_record(error, self.rank, may_be_done=self._may_be_done)
         with suppress(RankFailedError):
-            known = self._store.get(failed_key(self.tag))
+            known = self._store.get(liveness.failed_key(self.tag))
             if self.is_leader:
-                self.put_key("failed", final_record(known or record))
+                self.put_key("failed", liveness.final_record(known or record))
             elif known is None:
                 self.put_key("failed", record)
 
@@ -597,10 +578,10 @@ class GroupSession(Session):
         except RankFailedError as error:
             if self._watch.has_final_word or not self._may_be_done:
                 raise
-            raise type(error)(with_unknown_outcome(str(error)), rank=error.rank) from error
+            raise type(error)(liveness.with_unknown_outcome(str(error)), rank=error.rank) from error
 
     def _awaited(self, name: str, rank: int, watched: Collection[int], timeout_seconds: float) -> bytes:
-        waiting = Wait(timeout_seconds)
+        waiting = liveness.Wait(timeout_seconds)
         while (value := self._store.get(self._key(name))) is None:
             try:
                 self._watch.look(watched, awaits_leader=rank == self.leader != self.rank)

@@ -17,9 +17,8 @@ from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.distributed.exchange import CpuGroup
 from hfshard.distributed.liveness import announce_arrival
-from hfshard.distributed.rank_writer import RankWriter
+from hfshard.distributed.rank_writer import SHARED_FROM_BYTES, RankWriter, ReplicaWriter
 from hfshard.distributed.rendezvous import session
-from hfshard.distributed.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
 from hfshard.distributed.spread_tensor import with_spread_tensors
 from hfshard.distributed.tensor_owners import (
     Listing,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -301,3 +301,47 @@ def _rows_of(axes: list[tuple[int, int]], file: str, offset: int, start: int, it
     for number, index in enumerate(product(*(range(size) for size, _ in outer))):
         at = start + sum(one * step for one, (_, step) in zip(index, outer, strict=True))
         yield ByteRun(file, offset + number * rows * row_bytes, row_bytes, at, rows, stride)
+
+
+# A run that another framework has saved in parts: tensors by name as tables, and all else as plain values.
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class ForeignGroup(NamedTuple):
+    """A group of an optimizer's parameters."""
+
+    parameters: tuple[str, ...]
+    """Names in the model, as the table of weights has them."""
+    options: Mapping[str, Any]
+    """Plain values: everything of the group but its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignOptimizer:
+    """An optimizer's state by the names of parameters."""
+
+    table: ForeignTable
+    """Tensors of the state, named "PARAMETER/SLOT", such as "up.weight/exp_avg"."""
+    groups: tuple[ForeignGroup, ...]
+    slots: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _NOTHING)
+    """Parameter -> slot -> plain value, of what is not in the table: a count of steps."""
+    has_groups: bool = True
+    """False: only parameters have options. A group has those with equal ones, and may have been several groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRun:
+    """A run by name. No byte of the tables was read."""
+
+    weights: ForeignTable
+    optimizer: ForeignOptimizer | None
+    """None: there is none, and the directory has the weights of a model alone."""
+    files: Mapping[str, Identity]
+    """Path of each file that was read, or has tensors -> its identity."""
+    step: int | None = None
+    """None if the directory has none."""
+    parts: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    """Other parts of a run, by their names in a `TrainingState`: "scheduler" -> its state dict, as plain values."""
+    extra: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    """Everything else that the user has saved."""

@@ -21,11 +21,9 @@ import torch
 from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafePickleError
-from hfshard.foreign.byte_runs import ForeignTable
-from hfshard.foreign.dcp_directory import candidates, choose_weights, table_of, tensors_below
+from hfshard.foreign.byte_runs import ForeignGroup, ForeignOptimizer, ForeignRun, ForeignTable
+from hfshard.foreign.dcp_directory import SavedItem, candidates, choose_weights, read_metadata, table_of, tensors_below
 from hfshard.foreign.dcp_items import open_items
-from hfshard.foreign.dcp_metadata import SavedItem, read_metadata
-from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.parts_of_ranks import DCP_METADATA
 from hfshard.pickles.described_file import reject_code

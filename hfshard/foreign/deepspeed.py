@@ -35,7 +35,7 @@ from hfshard.errors import (
     MissingShardError,
     UnsafePathError,
 )
-from hfshard.foreign.byte_runs import ForeignTable, ForeignTensor
+from hfshard.foreign.byte_runs import ForeignGroup, ForeignOptimizer, ForeignRun, ForeignTable, ForeignTensor
 from hfshard.foreign.deepspeed_files import (
     BaseState,
     ModelStates,
@@ -47,7 +47,6 @@ from hfshard.foreign.deepspeed_files import (
 )
 from hfshard.foreign.deepspeed_partitions import SplitGroups, SplitParameters, join_frozen
 from hfshard.foreign.described_values import damaged, missing_rank
-from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.format.file_names import is_safe_file_name
 from hfshard.format.parts_of_ranks import names_in
 

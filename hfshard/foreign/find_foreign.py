@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 from hfshard._util.text import shorten_list
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from hfshard.foreign.byte_runs import ForeignTable
-from hfshard.foreign.foreign_run import ForeignRun
+from hfshard.foreign.byte_runs import ForeignRun, ForeignTable
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.parts_of_ranks import DCP_METADATA, names_in, only_model
 

@@ -21,7 +21,15 @@ from typing import Any, Final
 from hfshard._util.text import count_of, shorten_list
 from hfshard.disk.safe_open import Identity
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.foreign.byte_runs import ByteRun, ChunkRuns, ForeignTable, ForeignTensor, StoredRecord, joined_tensor
+from hfshard.foreign.byte_runs import (
+    ByteRun,
+    ChunkRuns,
+    ForeignRun,
+    ForeignTable,
+    ForeignTensor,
+    StoredRecord,
+    joined_tensor,
+)
 from hfshard.foreign.described_values import (
     MALFORMED,
     damaged,
@@ -33,7 +41,6 @@ from hfshard.foreign.described_values import (
     pattern_of,
     reject_other_names,
 )
-from hfshard.foreign.foreign_run import ForeignRun
 from hfshard.format.parts_of_ranks import names_in, only_model
 from hfshard.pickles.described_file import DescribedFile, DescribedTensor, described_file
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference

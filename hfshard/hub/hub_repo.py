@@ -22,6 +22,7 @@ from hfshard.hub.http import HubReader, send_request, translate_hub_errors, tree
 from hfshard.hub.repo import CommitRequest, PushResult, RepoTree, StaleParentError, full_name, pr_revision
 from hfshard.hub.upload import close_readers, operations_for, rewind_readers, xet_tokens
 from hfshard.stores.hub_calls import (
+    XetTokens,
     hub_retry,
     is_transient_error,
     seconds_asked,
@@ -29,7 +30,6 @@ from hfshard.stores.hub_calls import (
     status_of,
     transport_errors,
 )
-from hfshard.stores.xet_tokens import XetTokens
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,14 @@
-"""The part of a README.md that shows a pushed checkpoint: a picture and a table, between two markers."""
+"""The card of a pushed checkpoint, a picture and a table, and its place in a README.md: between two markers."""
 
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeAlias
 
+from hfshard._util.lazy_imports import from_above
 from hfshard.constants import README
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
 
 CARD_PICTURE: Final = "hfshard-card.png"
@@ -26,6 +29,25 @@ class DrawnCard(NamedTuple):
     """PNG."""
     text: str
     """Markdown: the picture, by its file's name, and the table."""
+
+
+CardDrawer: TypeAlias = Callable[[Mapping[str, ByteSource], str], DrawnCard]
+"""What draws a card. Its arguments are those of `draw_card`."""
+
+
+def draw_card(contents: Mapping[str, ByteSource], name: str) -> DrawnCard:
+    """Draw the card of a checkpoint. What draws it is above all that pushes: `hfshard/__init__.py` hands it down.
+
+    Args:
+        contents: Path in the repo -> contents; of weights, only headers are read.
+        name: The name of the repo, which the picture shows.
+
+    Raises:
+        BrowserError: There is no Chromium, or it failed.
+        DamagedCheckpointError: A file is damaged.
+    """
+    drawer: CardDrawer = from_above("draw_card")
+    return drawer(contents, name)
 
 
 def merge_card(old: bytes | None, text: str, title: str) -> bytes:

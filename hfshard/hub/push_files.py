@@ -23,8 +23,7 @@ from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteC
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name
-from hfshard.hub.card_drawer import draw_card
-from hfshard.hub.model_card import CARD_PICTURE, merge_card
+from hfshard.hub.model_card import CARD_PICTURE, draw_card, merge_card
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
 from hfshard.stores.store import StoredSource
 

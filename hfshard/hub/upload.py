@@ -18,7 +18,7 @@ from huggingface_hub.lfs import UploadInfo
 from hfshard._util.threads import run_in_threads
 from hfshard.disk.byte_source import ByteSource, FileSource, SeekableReader, sha256_of_source
 from hfshard.errors import IntegrityError
-from hfshard.stores.xet_tokens import XetTokens, repo_token_url
+from hfshard.stores.hub_calls import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from hfshard.errors import HubAccessError, HubConnectionError, HubError
 from hfshard.hub.repo import CommitRequest
 from hfshard.hub.upload import XET_VARIABLE, CheckedReader
 from hfshard.stores.byte_budget import file_push_memory_bytes, store_memory_bytes
-from hfshard.stores.hub_calls import describe_token, without_secrets
+from hfshard.stores.hub_calls import XetTokens, describe_token, repo_token_url, without_secrets
 from hfshard.stores.retry import Retry
 from hfshard.stores.xet import (
     BLOCK_BYTES,
@@ -30,7 +30,6 @@ from hfshard.stores.xet import (
     interruptible,
     upload_commits,
 )
-from hfshard.stores.xet_tokens import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from hfshard._util.import_hook import announce_once, on_import
+from hfshard._util.lazy_imports import announce_once, on_import
 from hfshard.format.index import Checksum, Verify
 from hfshard.models.install_settings import (
     Installation,

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from hfshard._util.arguments import SCHEMES, StoreAddress, absolute_path, is_store_address, parse_address
-from hfshard._util.import_hook import on_import
+from hfshard._util.lazy_imports import on_import
 from hfshard.models.install_settings import current_settings
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex, Verify
-from hfshard.hub.card_drawer import draw_card
-from hfshard.hub.model_card import CARD_PICTURE, merge_card
+from hfshard.hub.model_card import CARD_PICTURE, draw_card, merge_card
 from hfshard.hub.push_files import detect_variants
 from hfshard.places.place import place_to_save
 from hfshard.shards.shard_file import SafetensorsFile

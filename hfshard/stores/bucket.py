@@ -33,6 +33,8 @@ from hfshard.errors import (
     StoreNotFoundError,
 )
 from hfshard.stores.hub_calls import (
+    XetTokens,
+    bucket_token_url,
     check_settings,
     describe_token,
     hide_secrets,
@@ -46,7 +48,6 @@ from hfshard.stores.hub_calls import (
 from hfshard.stores.retry import idle_timeout
 from hfshard.stores.store import StoredObject, neighbors_of
 from hfshard.stores.xet import XetCommit, XetFailedError, XetReader
-from hfshard.stores.xet_tokens import XetTokens, bucket_token_url
 
 
 class BucketStore:

@@ -17,8 +17,8 @@ import hf_xet
 from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import ForkSafeLock, current_cancellation, result_unless_cancelled, start_worker
 from hfshard.stores.byte_budget import ByteBudget, store_memory_bytes
+from hfshard.stores.hub_calls import XetTokens
 from hfshard.stores.retry import Retry
-from hfshard.stores.xet_tokens import XetTokens
 
 logger = logging.getLogger(__name__)
 

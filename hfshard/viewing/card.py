@@ -28,7 +28,7 @@ _PLAIN: Final = " ,./-"
 
 
 def draw_card(contents: Mapping[str, ByteSource], name: str) -> DrawnCard:
-    """Draw the card of the files of a push, as `hfshard.hub.card_drawer.draw_card` describes it."""
+    """Draw the card of the files of a push, as `hfshard.hub.model_card.draw_card` describes it."""
     require_chromium()
     with tempfile.TemporaryDirectory(prefix="hfshard-card-") as folder:
         for file, content in contents.items():

@@ -163,7 +163,7 @@ MUTANTS: Final = (
     Mutant(
         "names-not-flushed",
         "the names of a step are on disk before the next step begins",
-        "            self.changed_folders.clear()\n            sync_directory(self.directory)\n",
+        "            self.changed_folders.clear()\n            fsops.sync_directory(self.directory)\n",
         "            self.changed_folders.clear()\n",
         ("tests/sweeps/test_power.py::test_every_save_flushes_bytes_before_names_and_names_before_removals",),
     ),
@@ -323,8 +323,8 @@ MUTANTS: Final = (
     Mutant(
         "stale-parent",
         "a commit is refused if its branch has moved on",
-        "    if current != parent and (current is not None or find_revision(root, str(parent)) != parent):",
-        "    if current is None and parent is not None and find_revision(root, str(parent)) != parent:",
+        "    if current != parent and (current is not None or commit_graph.find_revision(root, str(parent)) != parent):",
+        "    if current is None and parent is not None and commit_graph.find_revision(root, str(parent)) != parent:",
         ("tests/hub/directory/test_directory_hub.py", "tests/hub/directory/test_hub_writer_processes.py"),
     ),
     # places

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from hfshard.commit.removal_plan import (
+from hfshard.commit.removal import (
     FoundFile,
     Removal,
     RemovalPlan,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, UnsafePickleError
+from hfshard.foreign.byte_runs import ForeignGroup, ForeignRun
 from hfshard.foreign.dcp_run import read_dcp_run
-from hfshard.foreign.foreign_run import ForeignGroup, ForeignRun
 from tests.foreign.dcp_files import halves, save_dcp, tensors_of
 from tests.foreign.producers.cases import CASES, Case
 from tests.foreign.producers.truth import checkpoint_of, read_truth

@@ -15,7 +15,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
-from hfshard.commit.removal_plan import (
+from hfshard.commit.removal import (
     NOT_ITS_OWN,
     SMALL_FILES,
     FoundFile,

@@ -8,7 +8,7 @@ from huggingface_hub.utils import XetTokenType
 from huggingface_hub.utils._xet import xet_connection_info_refresh_url
 
 from hfshard.stores.bucket import BucketCalls, BucketStore
-from hfshard.stores.xet_tokens import bucket_token_url, repo_token_url
+from hfshard.stores.hub_calls import bucket_token_url, repo_token_url
 from tests.servers.hub.hub_server import HubServer
 from tests.stores.conftest import SERVER_BUCKET as BUCKET
 

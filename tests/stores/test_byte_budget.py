@@ -10,9 +10,9 @@ import pytest
 from hfshard._util.threads import run_in_threads
 from hfshard.stores import xet
 from hfshard.stores.byte_budget import ByteBudget, ByteShare
+from hfshard.stores.hub_calls import XetTokens
 from hfshard.stores.object_store import BufferPool
 from hfshard.stores.xet import XetReader
-from hfshard.stores.xet_tokens import XetTokens
 
 MIB = 1 << 20
 

@@ -51,26 +51,7 @@ from hfshard.disk.fsops import (
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError
 from hfshard.format.strict_json import dump_json, parse_json_object
-from hfshard.hub.directory.commit_graph import (
-    STAGING,
-    CommitManifest,
-    Revision,
-    all_refs,
-    check_free,
-    check_paths,
-    find_commit,
-    find_ref,
-    find_revision,
-    reachable,
-    read_commit_manifest,
-    read_ref,
-    ref_names,
-    reject_lost_history,
-    revision_not_found,
-    revisions_of,
-    snapshot_path,
-    unreachable,
-)
+from hfshard.hub.directory import commit_graph
 from hfshard.hub.directory.hub_writer import HubWriter, lock_hub
 from hfshard.hub.directory.snapshot import (
     StagedSnapshot,
@@ -150,13 +131,13 @@ class DirectoryHub:
             DamagedCheckpointError: The commit's manifest is missing or was changed; or the names of commits were lost.
         """
         name = revision or "main"
-        commit = find_revision(self.root, name)
+        commit = commit_graph.find_revision(self.root, name)
         if commit is not None:
-            return RepoTree(commit, read_commit_manifest(self.root, commit).files)
+            return RepoTree(commit, commit_graph.read_commit_manifest(self.root, commit).files)
         is_branch = not name.startswith(("refs/pr/", "refs/tags/")) and not is_commit_id(name)
-        if not is_branch or read_ref(self.root, MAIN) is not None:
+        if not is_branch or commit_graph.read_ref(self.root, MAIN) is not None:
             return None
-        reject_lost_history(self.root)
+        commit_graph.reject_lost_history(self.root)
         return RepoTree("")
 
     def make_branch(self, branch: str) -> None:
@@ -169,7 +150,7 @@ class DirectoryHub:
             raise HubNotFoundError(
                 f"'{self.root}' has no '{branch}'. To open a pull request, push with create_pr=True.", path=self.root
             )
-        if find_ref(self.root, branch) is None and read_ref(self.root, MAIN) is not None:
+        if commit_graph.find_ref(self.root, branch) is None and commit_graph.read_ref(self.root, MAIN) is not None:
             self.branch(branch)
 
     def read(self, path: str, commit: str) -> bytes:
@@ -180,17 +161,17 @@ class DirectoryHub:
             IntegrityError: Its bytes are not those that were pushed.
         """
         commit = self.resolve(commit)
-        file = read_commit_manifest(self.root, commit).files.get(path)
+        file = commit_graph.read_commit_manifest(self.root, commit).files.get(path)
         if file is None:
             raise HubNotFoundError(f"Commit {commit} of '{self.root}' has no file '{path}'.", path=path)
-        folder = snapshot_path(self.root, commit)
+        folder = commit_graph.snapshot_path(self.root, commit)
         check_snapshot(folder, {path: file})
         check_hashes(folder, {path: file}, progress=False)
         return read_small(os.path.join(folder, path), folder, MAX_INDEX_BYTES)[0]
 
     def url_of(self, commit: str) -> str:
         """Return the directory of a commit's files."""
-        return snapshot_path(self.root, commit)
+        return commit_graph.snapshot_path(self.root, commit)
 
     def commit(
         self,
@@ -249,9 +230,9 @@ class DirectoryHub:
             HubError: Several commits begin with these digits.
         """
         name = revision or "main"
-        commit = find_revision(self.root, name)
+        commit = commit_graph.find_revision(self.root, name)
         if commit is None:
-            raise revision_not_found(self.root, name)
+            raise commit_graph.revision_not_found(self.root, name)
         return commit
 
     def snapshot(self, revision: str | None = None) -> str:
@@ -262,8 +243,8 @@ class DirectoryHub:
             DamagedCheckpointError: A file is missing or has another size; `verify` compares the bytes.
         """
         commit = self.resolve(revision)
-        folder = snapshot_path(self.root, commit)
-        check_snapshot(folder, read_commit_manifest(self.root, commit).files)
+        folder = commit_graph.snapshot_path(self.root, commit)
+        check_snapshot(folder, commit_graph.read_commit_manifest(self.root, commit).files)
         return folder
 
     def verify(
@@ -281,15 +262,15 @@ class DirectoryHub:
             MissingShardError: A file is missing.
         """
         commit = self.resolve(revision)
-        folder = snapshot_path(self.root, commit)
-        files = read_commit_manifest(self.root, commit).files
+        folder = commit_graph.snapshot_path(self.root, commit)
+        files = commit_graph.read_commit_manifest(self.root, commit).files
         found = check_snapshot(folder, files)
         reject_unexpected_files(folder, files, found)
         check_hashes(folder, files if paths is None else {path: files[path] for path in paths}, progress)
 
-    def revisions(self) -> list[Revision]:
+    def revisions(self) -> list[commit_graph.Revision]:
         """List all branches (main first), tags and pull requests, then all commits, the newest first."""
-        return revisions_of(self.root)
+        return commit_graph.revisions_of(self.root)
 
     def tag(self, name: str, revision: str | None = None) -> str:
         """Give a revision a permanent name.
@@ -324,7 +305,7 @@ class DirectoryHub:
             CommitUnfinishedError: A name was deleted, but this could not be flushed to disk.
         """
         with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
-            if (found := find_ref(self.root, revision)) is not None:
+            if (found := commit_graph.find_ref(self.root, revision)) is not None:
                 if found[0] == MAIN and not force:
                     raise HubError(
                         f"Cannot delete 'main': '{self.root}' loads it by default. To delete it, pass force=True "
@@ -333,7 +314,9 @@ class DirectoryHub:
                 locked.remove_ref(found[0])
                 return 0
             commit = self.resolve(revision)
-            if names := [short_name(ref) for ref, target in all_refs(self.root).items() if target == commit]:
+            if names := [
+                short_name(ref) for ref, target in commit_graph.all_refs(self.root).items() if target == commit
+            ]:
                 raise HubError(
                     f"Cannot delete commit {commit}: names point to it ({', '.join(names)}). Delete them first.",
                     path=self.root,
@@ -351,17 +334,17 @@ class DirectoryHub:
                 removed.
         """
         with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
-            free_bytes = locked.remove_commits(unreachable(self.root))
-            locked.drop_tombstones(reachable(self.root, all_refs(self.root)))
+            free_bytes = locked.remove_commits(commit_graph.unreachable(self.root))
+            locked.drop_tombstones(commit_graph.reachable(self.root, commit_graph.all_refs(self.root)))
             return free_bytes
 
     def _name(self, ref: str, revision: str | None) -> str:
         with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             commit = self.resolve(revision)
-            read_commit_manifest(self.root, commit)
-            current = read_ref(self.root, ref)
+            commit_graph.read_commit_manifest(self.root, commit)
+            current = commit_graph.read_ref(self.root, ref)
             if current is None:
-                check_free(self.root, ref)
+                commit_graph.check_free(self.root, ref)
                 locked.set_ref(ref, commit)
             elif current != commit:
                 raise HubError(
@@ -399,8 +382,8 @@ def branch_for(root: str, request: CommitRequest) -> str:
         InvalidArgumentError: It can't be the name of a branch.
     """
     name = request.revision or "main"
-    found = find_ref(root, name)
-    if found is None and find_commit(root, name) is not None:
+    found = commit_graph.find_ref(root, name)
+    if found is None and commit_graph.find_commit(root, name) is not None:
         raise HubError(f"Cannot push to '{name}': it is a commit. Pass a branch.", path=root, actual=name)
     ref = found[0] if found is not None else full_name(name)
     if ref_kind(ref) == "tag":
@@ -421,7 +404,7 @@ def check_request(request: CommitRequest) -> None:
         InvalidArgumentError: One can't be stored.
     """
     for path in request.changes:
-        check_paths([path])
+        commit_graph.check_paths([path])
     for text in (request.message, request.description or ""):
         try:
             text.encode()
@@ -438,12 +421,12 @@ def commit_changes(
     root = locked.root
     parent = request.parent
     is_new_branch = _check_parent(root, base, parent)
-    check_free(root, base)
+    commit_graph.check_free(root, base)
     ref = _new_pr(root) if request.create_pr else base
-    old = read_commit_manifest(root, parent) if parent is not None else CommitManifest()
+    old = commit_graph.read_commit_manifest(root, parent) if parent is not None else commit_graph.CommitManifest()
     kept = {path: file for path, file in old.files.items() if path not in request.changes}
     adds = {path: content for path, content in request.changes.items() if content is not None}
-    check_paths([*kept, *adds])
+    commit_graph.check_paths([*kept, *adds])
     locked.make_staging()
     os.mkdir(locked.staged_files)
     stage = StagedSnapshot(root, locked.staged_files, progress_callback)
@@ -451,11 +434,13 @@ def commit_changes(
     if parent is not None and files == old.files and not request.create_pr:
         if is_new_branch:
             locked.set_ref(ref, parent)
-        return PushResult(parent, snapshot_path(root, parent), is_new=False)
+        return PushResult(parent, commit_graph.snapshot_path(root, parent), is_new=False)
     parents = (parent,) if parent is not None else ()
-    commit = locked.commit_staged(CommitManifest(files, parents, request.message, request.description), ref)
+    commit = locked.commit_staged(
+        commit_graph.CommitManifest(files, parents, request.message, request.description), ref
+    )
     pr_url = ref if request.create_pr else None
-    return PushResult(commit, snapshot_path(root, commit), pr_url, sent_bytes=stage.copied_bytes)
+    return PushResult(commit, commit_graph.snapshot_path(root, commit), pr_url, sent_bytes=stage.copied_bytes)
 
 
 def _check_parent(root: str, base: str, parent: str | None) -> bool:
@@ -467,14 +452,14 @@ def _check_parent(root: str, base: str, parent: str | None) -> bool:
     Raises:
         StaleParentError: The branch is at another commit, or the parent is gone.
     """
-    current = read_ref(root, base)
-    if current != parent and (current is not None or find_revision(root, str(parent)) != parent):
+    current = commit_graph.read_ref(root, base)
+    if current != parent and (current is not None or commit_graph.find_revision(root, str(parent)) != parent):
         raise StaleParentError(f"'{short_name(base)}' of '{root}' is at {current}, not at {parent}.")
     return current is None
 
 
 def _new_pr(root: str) -> str:
-    numbers = [int(ref.rpartition("/")[2]) for ref in ref_names(root) if ref_kind(ref) == "pr"]
+    numbers = [int(ref.rpartition("/")[2]) for ref in commit_graph.ref_names(root) if ref_kind(ref) == "pr"]
     return f"refs/pr/{max(numbers, default=0) + 1}"
 
 
@@ -536,8 +521,8 @@ def _write_hub_marker(root: str) -> bool:
 
 def _check_empty(root: str) -> None:
     left = set(os.listdir(root))
-    staging = os.path.join(root, STAGING)
-    if left == {STAGING} and os.path.isdir(staging) and set(os.listdir(staging)) <= {HUB_MARKER}:
+    staging = os.path.join(root, commit_graph.STAGING)
+    if left == {commit_graph.STAGING} and os.path.isdir(staging) and set(os.listdir(staging)) <= {HUB_MARKER}:
         return  # left by a process that was killed
     if left:
         raise HubError(
@@ -548,7 +533,7 @@ def _check_empty(root: str) -> None:
 
 
 def _write_marker_file(root: str) -> None:
-    staging = os.path.join(root, STAGING)
+    staging = os.path.join(root, commit_graph.STAGING)
     try:
         os.makedirs(staging, exist_ok=True)
         staged = os.path.join(staging, HUB_MARKER)

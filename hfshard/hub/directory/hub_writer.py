@@ -28,29 +28,7 @@ from hfshard.disk.fsops import (
     write_file,
 )
 from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
-from hfshard.hub.directory.commit_graph import (
-    COMMITS,
-    DELETED,
-    NEW_COMMIT,
-    SNAPSHOTS,
-    STAGING,
-    CommitManifest,
-    all_refs,
-    commit_id,
-    commit_ids,
-    deleted_commits,
-    deleted_path,
-    manifest_path,
-    reachable,
-    reachable_from,
-    read_commit_manifest,
-    read_ref,
-    ref_path,
-    snapshot_path,
-    unfinished_commit,
-    unnamed_path,
-    unreferenced_commits,
-)
+from hfshard.hub.directory import commit_graph
 from hfshard.hub.directory.snapshot import check_snapshot
 
 logger = logging.getLogger(__name__)
@@ -61,7 +39,15 @@ _REPLACED: Final = "replaced-"
 """Prefix, before its id, of a damaged snapshot in the staging directory: put back if no intact one took its place."""
 _STAGED_FILES: Final = "files"
 _STAGED_MANIFEST: Final = "manifest.json"
-_FOLDERS: Final = (COMMITS, SNAPSHOTS, DELETED, "refs", "refs/heads", "refs/tags", "refs/pr")
+_FOLDERS: Final = (
+    commit_graph.COMMITS,
+    commit_graph.SNAPSHOTS,
+    commit_graph.DELETED,
+    "refs",
+    "refs/heads",
+    "refs/tags",
+    "refs/pr",
+)
 
 
 @contextmanager
@@ -73,7 +59,7 @@ def lock_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
         SaveDirectoryError: One of the hub's own folders is a link or a file.
     """
     with locked_directory(root, wait_seconds=wait_seconds):
-        for folder in (STAGING, *_FOLDERS):
+        for folder in (commit_graph.STAGING, *_FOLDERS):
             reject_linked_directories(root, folder)
         writer = HubWriter(root)
         writer.clean_up()
@@ -92,7 +78,7 @@ class HubWriter:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.staging = os.path.join(root, STAGING)
+        self.staging = os.path.join(root, commit_graph.STAGING)
 
     @property
     def staged_files(self) -> str:
@@ -104,7 +90,7 @@ class HubWriter:
         if not os.path.isdir(self.staging):
             os.mkdir(self.staging)
 
-    def commit_staged(self, manifest: CommitManifest, ref: str) -> str:
+    def commit_staged(self, manifest: commit_graph.CommitManifest, ref: str) -> str:
         """Turn the staged files into a commit, and point the ref to it.
 
         Returns:
@@ -115,17 +101,17 @@ class HubWriter:
             CommitUnfinishedError: It was committed, but a power cut may undo it.
         """
         raw = manifest.to_json()
-        commit = commit_id(raw)
+        commit = commit_graph.commit_id(raw)
         if self._is_whole(commit):
             self.set_ref(ref, commit)
             return commit
-        path = manifest_path(self.root, commit)
-        staged_ref = _STAGED_REF if os.path.lexists(path) else NEW_COMMIT
+        path = commit_graph.manifest_path(self.root, commit)
+        staged_ref = _STAGED_REF if os.path.lexists(path) else commit_graph.NEW_COMMIT
         write_file(self._staged(_STAGED_MANIFEST), raw)
         write_file(self._staged(staged_ref), f"{commit}\n".encode())
         sync_directory(self.staging)
         sync_directory(self.root)  # from here on, leftovers of a new commit are known to be unfinished
-        target = snapshot_path(self.root, commit)
+        target = commit_graph.snapshot_path(self.root, commit)
         make_directories(os.path.dirname(target))
         self._move_snapshot(commit, _REPLACED)  # a damaged one
         move_directory(self.staged_files, target)
@@ -148,15 +134,15 @@ class HubWriter:
         Raises:
             CommitUnfinishedError: It was removed, but a power cut may undo it.
         """
-        path = ref_path(self.root, ref)
-        commit = str(read_ref(self.root, ref))
-        others = {name: target for name, target in all_refs(self.root).items() if name != ref}
+        path = commit_graph.ref_path(self.root, ref)
+        commit = str(commit_graph.read_ref(self.root, ref))
+        others = {name: target for name, target in commit_graph.all_refs(self.root).items() if name != ref}
         try:
-            going = reachable_from(self.root, [commit]) - reachable(self.root, others)
+            going = commit_graph.reachable_from(self.root, [commit]) - commit_graph.reachable(self.root, others)
         except DamagedCheckpointError as error:
             logger.warning("It is unknown which commits the other names of '%s' lead to: %s", self.root, error)
             going = {commit}
-        self._note([unnamed_path(self.root, one) for one in going])
+        self._note([commit_graph.unnamed_path(self.root, one) for one in going])
         os.unlink(path)
         self._flush_ref(ref)
 
@@ -167,71 +153,74 @@ class HubWriter:
             Bytes that were freed on disk; a file that another commit shares frees none.
         """
         doomed = list(commits)
-        make_directories(os.path.join(self.root, DELETED))
+        make_directories(os.path.join(self.root, commit_graph.DELETED))
         for commit in doomed:
             try:
-                rename(manifest_path(self.root, commit), deleted_path(self.root, commit))
+                rename(commit_graph.manifest_path(self.root, commit), commit_graph.deleted_path(self.root, commit))
             except FileNotFoundError:  # it was lost
-                self._note([deleted_path(self.root, commit)])
+                self._note([commit_graph.deleted_path(self.root, commit)])
         if doomed:
-            self._sync_folders(DELETED, COMMITS)
-        free_bytes = exclusive_bytes(snapshot_path(self.root, commit) for commit in doomed)
+            self._sync_folders(commit_graph.DELETED, commit_graph.COMMITS)
+        free_bytes = exclusive_bytes(commit_graph.snapshot_path(self.root, commit) for commit in doomed)
         for commit in doomed:
             self._remove_snapshot(commit)
         return free_bytes
 
     def drop_tombstones(self, reached: Collection[str]) -> None:
         """Remove the records of deletions, except of the commits that names reach; no others are left."""
-        for commit in unreferenced_commits(self.root):
-            unlink_if_exists(unnamed_path(self.root, commit))
-        for commit in deleted_commits(self.root):
+        for commit in commit_graph.unreferenced_commits(self.root):
+            unlink_if_exists(commit_graph.unnamed_path(self.root, commit))
+        for commit in commit_graph.deleted_commits(self.root):
             if commit not in reached:
-                unlink_if_exists(deleted_path(self.root, commit))
-        self._sync_folders(DELETED)
+                unlink_if_exists(commit_graph.deleted_path(self.root, commit))
+        self._sync_folders(commit_graph.DELETED)
 
     def clean_up(self) -> None:
         """Remove the leftovers of killed changes: everything that is staged, and unfinished commits."""
-        if (new := unfinished_commit(self.root)) is not None:
+        if (new := commit_graph.unfinished_commit(self.root)) is not None:
             self._remove_unfinished(new)
         if os.path.lexists(self.staging):
             self._put_back()
             shutil.rmtree(self.staging)
-        for commit in deleted_commits(self.root):
-            if os.path.lexists(manifest_path(self.root, commit)):  # it was pushed again
-                unlink_if_exists(deleted_path(self.root, commit))
-            elif os.path.lexists(snapshot_path(self.root, commit)) and not self._is_named(commit):
+        for commit in commit_graph.deleted_commits(self.root):
+            if os.path.lexists(commit_graph.manifest_path(self.root, commit)):  # it was pushed again
+                unlink_if_exists(commit_graph.deleted_path(self.root, commit))
+            elif os.path.lexists(commit_graph.snapshot_path(self.root, commit)) and not self._is_named(commit):
                 self._remove_snapshot(commit)
         for folder in ("refs/heads", "refs/tags"):
             self._remove_empty(os.path.join(self.root, folder))
 
     def drop_name_notes(self) -> None:
         """Remove the records of commits that names lead to again."""
-        if noted := set(unreferenced_commits(self.root)):
-            for commit in noted & reachable_from(self.root, all_refs(self.root).values()):
-                unlink_if_exists(unnamed_path(self.root, commit))
+        if noted := set(commit_graph.unreferenced_commits(self.root)):
+            for commit in noted & commit_graph.reachable_from(self.root, commit_graph.all_refs(self.root).values()):
+                unlink_if_exists(commit_graph.unnamed_path(self.root, commit))
 
     def _staged(self, name: str) -> str:
         return os.path.join(self.staging, name)
 
     def _is_whole(self, commit: str) -> bool:
         """Return whether this commit exists intact: the same files on the same parent with the same message."""
-        if commit not in commit_ids(self.root):
+        if commit not in commit_graph.commit_ids(self.root):
             return False
         try:
-            check_snapshot(snapshot_path(self.root, commit), read_commit_manifest(self.root, commit).files)
+            check_snapshot(
+                commit_graph.snapshot_path(self.root, commit),
+                commit_graph.read_commit_manifest(self.root, commit).files,
+            )
         except DamagedCheckpointError as error:
             logger.warning("Commit %s is damaged, until it is pushed again: %s", commit, error)
             return False
         return True
 
     def _place_ref(self, staged: str, ref: str) -> None:
-        path = ref_path(self.root, ref)
+        path = commit_graph.ref_path(self.root, ref)
         make_directories(os.path.dirname(path))
         rename(self._staged(staged), path)  # this commits
         self._flush_ref(ref)
 
     def _flush_ref(self, ref: str) -> None:
-        path = ref_path(self.root, ref)
+        path = commit_graph.ref_path(self.root, ref)
         try:
             sync_directory(os.path.dirname(path))
         except OSError as error:
@@ -243,33 +232,36 @@ class HubWriter:
 
     def _note(self, paths: Iterable[str]) -> None:
         """Create empty files among the records of deletions, durably."""
-        make_directories(os.path.join(self.root, DELETED))
+        make_directories(os.path.join(self.root, commit_graph.DELETED))
         for path in paths:
             if not os.path.lexists(path):
                 write_file(path, b"")
-        self._sync_folders(DELETED)
+        self._sync_folders(commit_graph.DELETED)
 
     def _is_named(self, commit: str) -> bool:
         """Return whether a ref points to a commit, or may do so because one can't be read."""
         try:
-            return commit in all_refs(self.root).values()
+            return commit in commit_graph.all_refs(self.root).values()
         except DamagedCheckpointError as error:
             logger.warning("%s", error)
             return True
 
     def _remove_unfinished(self, commit: str) -> None:
         """Remove a staged commit, unless it was finished since, as is possible in the copy of a hub that was in use."""
-        if commit in all_refs(self.root).values() or self._has_children(commit):
+        if commit in commit_graph.all_refs(self.root).values() or self._has_children(commit):
             return
         logger.info("Removing commit %s in '%s', which was not finished.", commit, self.root)
-        unlink_if_exists(manifest_path(self.root, commit))
-        self._sync_folders(COMMITS)
+        unlink_if_exists(commit_graph.manifest_path(self.root, commit))
+        self._sync_folders(commit_graph.COMMITS)
         self._remove_snapshot(commit)
 
     def _has_children(self, commit: str) -> bool:
         """Return whether a commit was made on this one, or may have been because a manifest can't be read."""
         try:
-            return any(commit in read_commit_manifest(self.root, one).parents for one in commit_ids(self.root))
+            return any(
+                commit in commit_graph.read_commit_manifest(self.root, one).parents
+                for one in commit_graph.commit_ids(self.root)
+            )
         except DamagedCheckpointError as error:
             logger.warning("Keeping commit %s: %s", commit, error)
             return True
@@ -284,7 +276,7 @@ class HubWriter:
         for name in os.listdir(self.staging):
             commit = name.removeprefix(_REPLACED)
             if commit != name and not self._is_whole(commit):
-                merge_tree(self._staged(name), snapshot_path(self.root, commit))
+                merge_tree(self._staged(name), commit_graph.snapshot_path(self.root, commit))
 
     def _remove_snapshot(self, commit: str) -> None:
         if (removed := self._move_snapshot(commit, "removed-")) is not None:
@@ -296,7 +288,7 @@ class HubWriter:
         Returns:
             Its path now; None if there was none.
         """
-        path = snapshot_path(self.root, commit)
+        path = commit_graph.snapshot_path(self.root, commit)
         if os.path.islink(path) or not os.path.isdir(path):
             return None
         self.make_staging()

@@ -16,7 +16,7 @@ from hfshard.constants import COPY_BYTES
 from hfshard.disk.byte_source import ByteSource, FileSource, clone_blocks, hash_all, sha256_of_source
 from hfshard.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
-from hfshard.hub.directory.commit_graph import commit_ids, read_commit_manifest, snapshot_path
+from hfshard.hub.directory import commit_graph
 from hfshard.hub.repo import RemoteFile
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class StagedSnapshot:
 
     def _keep(self, kept: Mapping[str, RemoteFile], commit: str) -> Iterator[tuple[str, ByteSource, RemoteFile | None]]:
         """Link the files of another commit, and yield those that can't be linked, to be copied."""
-        source = snapshot_path(self.root, commit)
+        source = commit_graph.snapshot_path(self.root, commit)
         found = check_snapshot(source, kept)
         for path, file in kept.items():
             old = os.path.join(source, path)
@@ -120,14 +120,14 @@ class StagedSnapshot:
     def _candidates(self, sha256: str) -> list[str]:
         if self._known is None:
             self._known = {}
-            for commit in commit_ids(self.root):
+            for commit in commit_graph.commit_ids(self.root):
                 try:
-                    files = read_commit_manifest(self.root, commit).files
+                    files = commit_graph.read_commit_manifest(self.root, commit).files
                 except DamagedCheckpointError as error:
                     logger.warning("Skipping commit %s: %s", commit, error)
                     continue
                 for path, file in files.items():
-                    where = os.path.join(snapshot_path(self.root, commit), path)
+                    where = os.path.join(commit_graph.snapshot_path(self.root, commit), path)
                     self._known.setdefault(str(file.sha256), []).append(where)
         return self._known.get(sha256, [])
 

@@ -12,20 +12,11 @@ from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.hub.directory.commit_graph import (
-    COMMITS,
-    DELETED,
-    SNAPSHOTS,
-    CommitManifest,
-    lost_commits,
-    missing_manifest,
-    read_commit_manifest,
-    snapshot_path,
-)
+from hfshard.hub.directory import commit_graph
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.directory.snapshot import check_size, check_snapshot, hash_errors, reject_unexpected_files
 
-_OWN: Final = frozenset({HUB_MARKER, COMMITS, SNAPSHOTS, DELETED, "refs"})
+_OWN: Final = frozenset({HUB_MARKER, commit_graph.COMMITS, commit_graph.SNAPSHOTS, commit_graph.DELETED, "refs"})
 """Files and folders of a hub in its directory; names that begin with a dot are ignored."""
 
 
@@ -50,13 +41,13 @@ def verify_hub(
     """
     hub = DirectoryHub.open(path)
     commit = hub.resolve()
-    folder = snapshot_path(hub.root, commit)
+    folder = commit_graph.snapshot_path(hub.root, commit)
     around = [*_lost(hub.root), *(_stray(hub.root, name) for name in _beside(hub.root) if _is_weights(name))]
     warnings = tuple(
         f"'{name}' in '{hub.root}' does not belong to the hub." for name in _beside(hub.root) if not _is_weights(name)
     )
     try:
-        manifest = read_commit_manifest(hub.root, commit)
+        manifest = commit_graph.read_commit_manifest(hub.root, commit)
     except DamagedCheckpointError as error:
         problems = dict.fromkeys([_problem(error, hub.root), *around])
         return VerifyReport(folder, (), tuple(problems), warnings, 0)
@@ -78,7 +69,9 @@ def verify_hub(
     )
 
 
-def _differences(folder: str, manifest: CommitManifest, level: str, progress: bool | None) -> list[HfshardError]:
+def _differences(
+    folder: str, manifest: commit_graph.CommitManifest, level: str, progress: bool | None
+) -> list[HfshardError]:
     """Compare a snapshot with its manifest: sizes, hashes with "full", and files that the manifest does not name."""
     found = check_snapshot(folder, {})
     errors: list[HfshardError] = []
@@ -99,8 +92,8 @@ def _differences(folder: str, manifest: CommitManifest, level: str, progress: bo
 
 
 def _lost(root: str) -> Iterator[Problem]:
-    for commit in lost_commits(root):
-        yield _problem(missing_manifest(root, commit, ""), root)
+    for commit in commit_graph.lost_commits(root):
+        yield _problem(commit_graph.missing_manifest(root, commit, ""), root)
 
 
 def _beside(root: str) -> list[str]:

@@ -19,8 +19,7 @@ from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.locate import WeightsEntry
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_of, raw_tensors
-from hfshard.foreign.byte_runs import ForeignTensor
-from hfshard.foreign.foreign_run import ForeignRun
+from hfshard.foreign.byte_runs import ForeignRun, ForeignTensor
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.file_names import WeightNames
 from hfshard.pickles.plain_values import NotStored

@@ -11,22 +11,20 @@ from functools import partial
 from typing import Final
 
 from hfshard.commit.removal import (
-    find_files,
-    going_with,
-    plan_objects,
-    removal_from_store,
-    shown_names,
-    unlink_in_order,
-)
-from hfshard.commit.removal_plan import (
     MAY_BE_UNDER_WAY,
     NOT_ITS_OWN,
     SMALL_FILES,
     FoundFile,
     Removal,
     RemovalPlan,
+    find_files,
+    going_with,
     in_phases,
+    plan_objects,
+    removal_from_store,
     removal_of,
+    shown_names,
+    unlink_in_order,
 )
 from hfshard.commit.store_plan import highest_index, read_object, read_save
 from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME

@@ -8,7 +8,7 @@ import pytest
 
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.hub.card_drawer import draw_card
+from hfshard.hub.model_card import draw_card
 from hfshard.viewing.screenshot import find_chromium
 from tests.helpers import processes
 
@@ -16,7 +16,7 @@ from tests.helpers import processes
 def test_what_draws_is_set_with_the_package_whatever_is_imported_first(child_environment: dict[str, str]) -> None:
     code = (
         "import sys\n"
-        "from hfshard.hub.card_drawer import draw_card\n"
+        "from hfshard.hub.model_card import draw_card\n"
         "import hfshard.push\n"
         "assert 'hfshard.viewing' not in sys.modules\n"
         "try: draw_card({}, 'org/name')\n"

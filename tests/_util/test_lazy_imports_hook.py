@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from hfshard._util.import_hook import on_import
+from hfshard._util.lazy_imports import on_import
 
 NAME = "hooked_package.late"
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hfshard
+from hfshard.distributed.rank_writer import ReplicaWriter
 from hfshard.distributed.rendezvous import GroupSession
-from hfshard.distributed.replica_writer import ReplicaWriter
 from hfshard.distributed.save_on_ranks import save_together
 from hfshard.errors import RankFailedError
 from hfshard.places.place import place_to_save

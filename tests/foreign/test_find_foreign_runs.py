@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, MissingShardError
+from hfshard.foreign.byte_runs import ForeignRun
 from hfshard.foreign.find_foreign import open_foreign_run
-from hfshard.foreign.foreign_run import ForeignRun
 from tests.foreign.like_deepspeed import TRAINED, contents, state_of_model, universal, values, write
 from tests.helpers.tensor_bytes import assert_same
 

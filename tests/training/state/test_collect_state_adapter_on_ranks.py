@@ -13,7 +13,7 @@ from transformers import BertModel
 
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.training.state.test_adapter import RENAMED, adapted, base, output
+from tests.training.state.test_collect_state_adapter import RENAMED, adapted, base, output
 
 peft = pytest.importorskip("peft")
 pytestmark = RENAMED

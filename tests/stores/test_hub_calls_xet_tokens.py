@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard._util.threads import run_in_threads
-from hfshard.stores.xet_tokens import XetTokens, bucket_token_url, repo_token_url
+from hfshard.stores.hub_calls import XetTokens, bucket_token_url, repo_token_url
 from tests.servers.hub import hub as hub_module
 from tests.servers.hub.hub_server import HubServer
 from tests.stores.conftest import SERVER_BUCKET as BUCKET
