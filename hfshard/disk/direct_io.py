@@ -10,11 +10,13 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import run_in_threads, start_worker
@@ -142,6 +144,15 @@ _MUNMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 LIBRARY.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
+class FileRange(NamedTuple):
+    """A range of a file that is opened when it is read."""
+
+    opened: Callable[[], AbstractContextManager[int]]
+    """Keeps the file open for reading until the block ends."""
+    start: int
+    count_bytes: int
+
+
 def read_blocks(
     fd: int, start: int, count_bytes: int, block_bytes: int = BLOCK_BYTES, *, keep_cached: bool = False
 ) -> Iterator[memoryview]:
@@ -155,16 +166,18 @@ def read_blocks(
         block_bytes: The size of a block.
         keep_cached: Whether to leave the read bytes in the page cache.
     """
-    # Through the page cache, the kernel would also read ahead beyond the range.
-    past_cache = block_bytes >= BLOCK_BYTES and not keep_cached and is_direct_wanted(count_bytes)
-    direct = open_direct(fd) if past_cache and not is_cached(fd, start, count_bytes) else -1
-    reads = _Reads(fd, direct, start, count_bytes, block_bytes)
+    return read_ranges([FileRange(lambda: nullcontext(fd), start, count_bytes)], block_bytes, keep_cached=keep_cached)
+
+
+def read_ranges(
+    ranges: Sequence[FileRange], block_bytes: int = BLOCK_BYTES, *, keep_cached: bool = False
+) -> Iterator[memoryview]:
+    """Do what `read_blocks` does for several ranges, one after the other; the last block of each may be shorter."""
+    reads = _Reads(ranges, block_bytes, keep_cached=keep_cached)
     try:
-        is_long = count_bytes >= _MIN_AHEAD_BYTES
-        yield from reads.ahead() if direct >= 0 and is_long else reads.one_by_one()  # the page cache does it by itself
+        yield from reads.blocks()
     finally:
-        if direct >= 0:
-            os.close(direct)
+        reads.close()
 
 
 def read_spots(fd: int, start: int, count_bytes: int, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
@@ -279,38 +292,83 @@ def _aligned(count_bytes: int) -> int:
     return -(-count_bytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
-class _Reads:
-    def __init__(self, fd: int, direct: int, start: int, count_bytes: int, block_bytes: int) -> None:
-        self.fd = fd
-        self.direct = direct
-        self.end = start + count_bytes
-        self.block_bytes = block_bytes
-        self.is_closed = False
-        # Without the page cache: a huge page at once, with no room around it if every read begins at a page.
-        self.read_bytes = block_bytes if direct < 0 else max(1, HUGE_PAGE_BYTES // block_bytes) * block_bytes
-        is_aligned = start % DATA_ALIGNMENT == 0 and self.read_bytes % DATA_ALIGNMENT == 0
-        self.room = min(self.read_bytes, _aligned(count_bytes)) + (0 if is_aligned else 2 * DATA_ALIGNMENT)
-        self.starts = iter(range(start, self.end, self.read_bytes))
+class _Read(NamedTuple):
+    """One read of a file, which is open, also as `direct` unless that is -1."""
 
-    def one_by_one(self) -> Iterator[memoryview]:
+    fd: int
+    direct: int
+    start: int
+    count_bytes: int
+
+    def into(self, buffer: memoryview) -> memoryview:
+        """Do it; see `read_direct`."""
+        return read_direct(self.fd, self.direct, buffer, self.start, self.count_bytes)
+
+
+class _Reads:
+    def __init__(self, ranges: Sequence[FileRange], block_bytes: int, *, keep_cached: bool) -> None:
+        self._ranges = ranges
+        self._block_bytes = block_bytes
+        self._may_pass_cache = block_bytes >= BLOCK_BYTES and not keep_cached
+        # Without the page cache: a huge page at once, with no room around it if every read begins at a page.
+        self._direct_bytes = max(1, HUGE_PAGE_BYTES // block_bytes) * block_bytes
+        is_aligned = not any(number % DATA_ALIGNMENT for number in (self._direct_bytes, *(one.start for one in ranges)))
+        self._longest = max((_aligned(one.count_bytes) for one in ranges), default=0)
+        self._around = 0 if is_aligned else 2 * DATA_ALIGNMENT
+        self._is_closed = False
+        self._reads = self._each_read()
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield the blocks. The page cache reads ahead by itself; without it, another thread does for long ranges."""
+        first = next(self._reads, None)
+        if first is None:
+            return
+        reads = chain([first], self._reads)
+        is_long = sum(one.count_bytes for one in self._ranges) >= _MIN_AHEAD_BYTES
+        yield from self._ahead(reads) if first.direct >= 0 and is_long else self._one_by_one(reads)
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._reads.close()
+
+    def _each_read(self) -> Generator[_Read]:
+        for opened, start, count_bytes in self._ranges:
+            with opened() as fd:
+                # Through the page cache, the kernel would also read ahead beyond the range.
+                past_cache = self._may_pass_cache and is_direct_wanted(count_bytes)
+                direct = open_direct(fd) if past_cache and not is_cached(fd, start, count_bytes) else -1
+                read_bytes = self._block_bytes if direct < 0 else self._direct_bytes
+                end = start + count_bytes
+                try:
+                    for at in range(start, end, read_bytes):
+                        yield _Read(fd, direct, at, min(read_bytes, end - at))
+                finally:
+                    if direct >= 0:
+                        os.close(direct)
+
+    def _one_by_one(self, reads: Iterable[_Read]) -> Iterator[memoryview]:
         """Yield the blocks, each read when it is requested."""
-        buffer = aligned_block(self.room) if self.direct >= 0 else memoryview(bytearray(self.room))
-        for at in self.starts:
-            found = self._read(buffer, at)
+        cached = aligned = memoryview(b"")
+        for read in reads:
+            if read.direct >= 0:
+                buffer = aligned = aligned or aligned_block(self._room(self._direct_bytes))
+            else:
+                buffer = cached = cached or memoryview(bytearray(self._room(self._block_bytes)))
+            found = read.into(buffer)
             yield from self._blocks_of(found)
-            if len(found) < self.read_bytes:
+            if len(found) < read.count_bytes:
                 return
 
-    def ahead(self) -> Iterator[memoryview]:
+    def _ahead(self, reads: Iterable[_Read]) -> Iterator[memoryview]:
         """Yield the blocks, read by another thread while one is in use; by this thread if none can be started."""
         free: SimpleQueue[memoryview] = SimpleQueue()
         full: SimpleQueue[tuple[memoryview, memoryview] | None] = SimpleQueue()
         # A daemon: if a traceback holds this generator when Python exits, nothing ends the thread.
-        reading = start_worker(partial(self._read_all, free, full), "hfshard-read", daemon=True)
+        reading = start_worker(partial(self._read_all, reads, free, full), "hfshard-read", daemon=True)
         if reading is None:
-            yield from self.one_by_one()
+            yield from self._one_by_one(reads)
             return
-        for buffer in aligned_blocks(_AHEAD + 1, self.room):
+        for buffer in aligned_blocks(_AHEAD + 1, self._room(self._direct_bytes)):
             free.put(buffer)
         try:
             while (filled := full.get()) is not None:
@@ -319,29 +377,34 @@ class _Reads:
                 free.put(buffer)
             reading.result()
         finally:
-            self.is_closed = True
+            self._is_closed = True
             free.put(memoryview(b""))  # it may wait for one
             wait([reading])
 
-    def _read_all(self, free: SimpleQueue[memoryview], full: SimpleQueue[tuple[memoryview, memoryview] | None]) -> None:
+    def _read_all(
+        self,
+        reads: Iterable[_Read],
+        free: SimpleQueue[memoryview],
+        full: SimpleQueue[tuple[memoryview, memoryview] | None],
+    ) -> None:
         try:
-            for at in self.starts:
+            for read in reads:
                 buffer = free.get()
-                if self.is_closed:
+                if self._is_closed:
                     return
-                found = self._read(buffer, at)
+                found = read.into(buffer)
                 full.put((found, buffer))
-                if len(found) < self.read_bytes:
+                if len(found) < read.count_bytes:
                     return
         finally:
             full.put(None)
 
     def _blocks_of(self, found: memoryview) -> Iterator[memoryview]:
-        for at in range(0, len(found), self.block_bytes):
-            yield found[at : at + self.block_bytes]
+        for at in range(0, len(found), self._block_bytes):
+            yield found[at : at + self._block_bytes]
 
-    def _read(self, buffer: memoryview, at: int) -> memoryview:
-        return read_direct(self.fd, self.direct, buffer, at, min(self.read_bytes, self.end - at))
+    def _room(self, read_bytes: int) -> int:
+        return min(read_bytes, self._longest) + self._around
 
 
 # Writes of a file from its beginning to its end in aligned blocks, bypassing the page cache if possible.

@@ -24,6 +24,7 @@ import torch
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE
+from hfshard.disk.direct_io import BLOCK_BYTES, FileRange, read_ranges
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
@@ -81,7 +82,16 @@ class ForeignShard(RangedShard):
         return self._runs.is_current()
 
     def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
-        """Use one buffer, which stays in the core's cache: windows read ahead took twice the CPU time of a convert."""
+        """Read large pieces past the page cache, and rows or small ones through a buffer in the core's cache."""
+        ranges = self._runs.ranges(start, count_bytes)
+        if ranges and count_bytes >= len(ranges) * BLOCK_BYTES:
+            missing = count_bytes
+            for block in read_ranges(ranges, block_bytes):
+                missing -= len(block)
+                yield block
+            if missing:
+                raise self._runs.truncated_at(start + count_bytes - missing)
+            return
         room = memoryview(bytearray(min(block_bytes, count_bytes)))
         for at in range(0, count_bytes, block_bytes):
             block = room[: count_bytes - at]
@@ -193,13 +203,39 @@ class _RunReader:
         known = self._header[begin : begin + len(target)]
         target[: len(known)] = known
         at = len(known)
-        number = bisect_right(self._starts, begin + at) - 1
-        while at < len(target):
-            tensor = self._table.tensors[self._names[number]]
-            first = begin + at - self._starts[number]
-            count = min(tensor.nbytes - first, len(target) - at)
+        for tensor, first, count in self._tensors_in(begin + at, len(target) - at):
             self._read_tensor(tensor, first, target[at : at + count])
             at += count
+
+    def ranges(self, begin: int, count_bytes: int) -> list[FileRange]:
+        """Find the pieces of which a range of the file consists, in its order; none if some of it is in rows."""
+        if begin < len(self._header):
+            return []
+        found = []
+        for tensor, first, count in self._tensors_in(begin, count_bytes):
+            for run in tensor.runs:
+                if run.rows > 1:
+                    return []
+                low, high = max(run.start, first), min(run.end, first + count)
+                if low < high:
+                    found.append(FileRange(partial(self._opened, run.file), run.offset + low - run.start, high - low))
+        return found
+
+    def truncated_at(self, at: int) -> CheckpointChangedError:
+        """Return the error for the file that does not have a byte any more."""
+        [(tensor, first, _)] = self._tensors_in(at, 1)
+        return self._changed(next(run.file for run in tensor.runs if run.start <= first < run.end))
+
+    def _tensors_in(self, begin: int, count_bytes: int) -> Iterator[tuple[ForeignTensor, int, int]]:
+        """Yield the tensors in a range behind the header: each one's first byte in it, and the number of bytes."""
+        number = bisect_right(self._starts, begin) - 1
+        end = begin + count_bytes
+        while begin < end:
+            tensor = self._table.tensors[self._names[number]]
+            first = begin - self._starts[number]
+            count = min(tensor.nbytes - first, end - begin)
+            yield tensor, first, count
+            begin += count
             number += 1
 
     def _elements(self, tensor: ForeignTensor, at: int, count: int) -> torch.Tensor:

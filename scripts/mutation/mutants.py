@@ -323,8 +323,8 @@ MUTANTS: Final = (
     Mutant(
         "stale-parent",
         "a commit is refused if its branch has moved on",
-        "    if current != parent and (current is not None or commit_graph.find_revision(root, str(parent)) != parent):",
-        "    if current is None and parent is not None and commit_graph.find_revision(root, str(parent)) != parent:",
+        "    if current != parent and (current is not None or ",
+        "    if current is None and parent is not None and (",
         ("tests/hub/directory/test_directory_hub.py", "tests/hub/directory/test_hub_writer_processes.py"),
     ),
     # places

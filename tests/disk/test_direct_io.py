@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +24,14 @@ from hfshard.disk.direct_io import (
     BLOCK_BYTES,
     HUGE_PAGE_BYTES,
     BlockWriter,
+    FileRange,
     aligned_block,
     aligned_blocks,
     is_cached,
     is_networked,
     open_direct,
     read_blocks,
+    read_ranges,
     read_spots,
 )
 from hfshard.errors import InvalidArgumentError
@@ -136,6 +139,37 @@ def test_a_stretch_comes_in_blocks_of_one_size_and_a_last_one(
     assert b"".join(blocks) == RAW[start : start + count]
     assert [len(block) for block in blocks[:-1]] == [block_bytes] * (len(blocks) - 1)
     assert 0 < len(blocks[-1]) <= block_bytes if count else blocks == []
+
+
+@pytest.mark.parametrize("is_cold", [True, False])
+def test_ranges_of_several_files_come_one_after_the_other(is_cold: bool, path: Path) -> None:
+    other = path.with_name("y")
+    other.write_bytes(RAW[::-1])
+    with open(other, "rb") as file:
+        os.fsync(file.fileno())
+    if is_cold:
+        make_cold(path)
+        make_cold(other)
+    places = [(path, 0, 77), (other, 4097, 5 * BLOCK_BYTES), (path, BLOCK_BYTES + 1, BLOCK_BYTES), (other, SIZE - 5, 5)]
+    ranges = [FileRange(partial(opened, file), start, count) for file, start, count in places]
+    files = len(os.listdir("/proc/self/fd"))
+
+    with no_thread_is_left():
+        blocks = [bytes(block) for block in read_ranges(ranges)]
+
+    assert [len(block) for block in blocks] == [77, *[BLOCK_BYTES] * 6, 5]
+    assert b"".join(blocks) == b"".join(
+        (RAW if file == path else RAW[::-1])[start : start + count] for file, start, count in places
+    )
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_file_that_ends_early_ends_the_ranges(path: Path) -> None:
+    make_cold(path)
+    os.truncate(path, 3 * BLOCK_BYTES)
+    ranges = [FileRange(partial(opened, path), start, 2 * BLOCK_BYTES) for start in (2 * BLOCK_BYTES, 0)]
+
+    assert b"".join(map(bytes, read_ranges(ranges))) == RAW[2 * BLOCK_BYTES : 3 * BLOCK_BYTES]
 
 
 def test_a_cold_file_is_read_past_the_page_cache_and_stays_cold(path: Path) -> None:

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hfshard.disk.direct_io import BLOCK_BYTES, is_cached
 from hfshard.disk.safe_open import identity_of
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.shards.ranged_shard import read_full_tensors
+from tests.helpers.page_cache import make_cold
 from tests.helpers.tensor_bytes import assert_same
 
 ROWS, COLUMNS = 60, 40
@@ -127,6 +129,42 @@ def test_blocks_of_a_tensor_are_read_into_one_buffer(parts: dict[str, torch.Tens
     assert b"".join(raw for raw, _ in found) == parts["matrix"].numpy().tobytes()
     assert len({id(room) for _, room in found}) == 1
     assert list(shard.blocks(tensors["none"])) == []
+
+
+def test_large_pieces_are_read_past_the_page_cache(tmp_path: Path) -> None:
+    half = 3 * BLOCK_BYTES + 4
+    raw = random.Random(0).randbytes(2 * half)
+    runs = []
+    for number in range(2):
+        (tmp_path / str(number)).write_bytes(b"lead" + raw[number * half : (number + 1) * half])
+        with open(tmp_path / str(number), "rb") as file:
+            os.fsync(file.fileno())
+        make_cold(tmp_path / str(number))
+        runs.append(ByteRun(str(number), 4, half, number * half))
+    tensors = {"w": ForeignTensor(torch.int32, (half // 2,), tuple(runs))}
+    table = ForeignTable(str(tmp_path), "X", tensors, sizes={"0": half + 4, "1": half + 4})
+
+    with closing(ForeignShard(table)) as shard:
+        blocks = [bytes(block) for block in shard.blocks(shard.header.tensors["w"])]
+
+    assert b"".join(blocks) == raw
+    assert [len(block) for block in blocks] == [BLOCK_BYTES] * 3 + [4] + [BLOCK_BYTES] * 3 + [4]
+    for number in range(2):
+        with open(tmp_path / str(number), "rb") as file:
+            assert not is_cached(file.fileno(), 0, half)
+
+
+def test_a_file_that_ends_within_a_large_piece_is_named(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).write_bytes(bytes(2 * BLOCK_BYTES))
+    runs = tuple(ByteRun(str(number), 0, 2 * BLOCK_BYTES, number * 2 * BLOCK_BYTES) for number in range(2))
+    tensors = {"w": ForeignTensor(torch.uint8, (4 * BLOCK_BYTES,), runs)}
+    table = ForeignTable(str(tmp_path), "X", tensors, sizes=dict.fromkeys("01", 2 * BLOCK_BYTES))
+
+    with closing(ForeignShard(table)) as shard:
+        os.truncate(tmp_path / "1", BLOCK_BYTES + 1)
+        with pytest.raises(CheckpointChangedError, match="/1' was replaced or truncated"):
+            list(shard.blocks(shard.header.tensors["w"]))
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
