@@ -59,14 +59,14 @@ _HOMES = {
     "FileDigest": "format.index",
     "HfshardError": "errors",
     "PlannedShard": "shards.shard_plan",
-    "Problem": "checkpoint.verify_report",
+    "Problem": "checkpoint.reports",
     "PushResult": "hub.repo",
-    "RemovalReport": "commit.removal_plan",
+    "RemovalReport": "checkpoint.reports",
     "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "models.mixin",
     "TensorDiff": "viewing.results",
     "TensorSpec": "tensors.stored_tensor",
-    "VerifyReport": "checkpoint.verify_report",
+    "VerifyReport": "checkpoint.reports",
     "diff_checkpoints": "viewing.diff_checkpoints",
     "distributed": "distributed",
     "errors": "errors",
@@ -99,13 +99,12 @@ if TYPE_CHECKING:
     from hfshard import signing as signing
     from hfshard import training as training
     from hfshard._util.arguments import parse_size as parse_size
-    from hfshard.checkpoint.verify_report import Problem as Problem
-    from hfshard.checkpoint.verify_report import VerifyReport as VerifyReport
-    from hfshard.commit.removal import RemovalReport as RemovalReport
+    from hfshard.checkpoint.reports import Problem as Problem
+    from hfshard.checkpoint.reports import RemovalReport as RemovalReport
+    from hfshard.checkpoint.reports import VerifyReport as VerifyReport
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.format.index import FileDigest as FileDigest
-    from hfshard.hub.model_card import CardDrawer
     from hfshard.hub.repo import PushResult as PushResult
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
@@ -133,7 +132,7 @@ else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 
-def _card_drawer() -> CardDrawer:
+def _card_drawer() -> object:
     """Import what draws the card of a push. Pages are above pushes, and only this file is above every package."""
     from hfshard.viewing.card import draw_card
 

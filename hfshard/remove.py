@@ -14,10 +14,10 @@ from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.ranged_folder import RangedFolder
+from hfshard.checkpoint.reports import RemovalReport
 from hfshard.commit.directory_state import find_enclosing_hub
 from hfshard.commit.removal import (
     Removal,
-    RemovalReport,
     joined,
     remove_from_directory,
     remove_from_store,

@@ -10,8 +10,8 @@ from functools import partial
 from hfshard._util.arguments import check_text_arguments, wraps_os_errors
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import CheckpointQuery, adapter_weights
+from hfshard.checkpoint.reports import VerifyReport
 from hfshard.checkpoint.verifier import verify_directory
-from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.constants import TRAINING_FILES
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames

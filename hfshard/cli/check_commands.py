@@ -18,7 +18,7 @@ from hfshard.errors import InvalidArgumentError, printable_message
 from hfshard.signing.signer import SignedBy
 
 if TYPE_CHECKING:
-    from hfshard.checkpoint.verify_report import Problem, VerifyReport
+    from hfshard.checkpoint.reports import Problem, VerifyReport
     from hfshard.viewing.results import Inspection, TensorEntry
 
 _MOST_PROBLEMS: Final = 5

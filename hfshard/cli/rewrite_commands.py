@@ -19,8 +19,7 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from hfshard.checkpoint.verify_report import Problem
-    from hfshard.commit.removal import RemovalReport
+    from hfshard.checkpoint.reports import Problem, RemovalReport
     from hfshard.format.index import FileDigest
     from hfshard.saving.resharding import ReshardResult
     from hfshard.training.interop.convert_run import ConvertedRun

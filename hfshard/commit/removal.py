@@ -16,6 +16,7 @@ from functools import partial
 from typing import Final
 
 from hfshard.checkpoint.locate import locate_checkpoint
+from hfshard.checkpoint.reports import RemovalReport
 from hfshard.commit.directory_commit import clear_staging
 from hfshard.commit.directory_state import DirectoryState, read_directory_state, read_note
 from hfshard.commit.store_plan import StoreState, highest_index, read_store_state
@@ -51,32 +52,6 @@ OTHER_FILES: Final = 8
 NOT_ITS_OWN: Final = "not part of the checkpoint"
 SHARED: Final = "other weights stay, and may need it"
 MAY_BE_UNDER_WAY: Final = "of a save that is running, or was killed: --unfinished removes it, if no save is running"
-
-
-@dataclass(frozen=True, slots=True)
-class RemovalReport:
-    """Report of a removal that was done, or would be."""
-
-    place: str
-    """The directory or address."""
-    removed: Mapping[str, int]
-    """Path in the place -> bytes."""
-    kept: Mapping[str, str]
-    """Path of a file or folder that stays in the place -> why; a folder's ends in "/"."""
-    unfinished_uploads: tuple[str, ...] = ()
-    """Names of objects with unfinished uploads; services do not report the sizes of those."""
-    is_done: bool = False
-    """Whether it was removed; False for a dry run."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files that were removed, or would be."""
-        return sum(self.removed.values())
-
-    @property
-    def is_empty(self) -> bool:
-        """True if there is nothing to remove."""
-        return not self.removed and not self.unfinished_uploads
 
 
 @dataclass(frozen=True, slots=True)

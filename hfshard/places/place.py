@@ -20,8 +20,8 @@ from hfshard._util.arguments import (
 )
 from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
 from hfshard.checkpoint.locate import CheckpointQuery, directory_not_found, is_weights_name, split_file_path
+from hfshard.checkpoint.reports import VerifyReport
 from hfshard.checkpoint.verifier import verify_directory
-from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.errors import (
     CheckpointNotFoundError,
     HfshardError,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from hfshard._util.progress import byte_progress
-from hfshard.checkpoint.verify_report import VerifyReport
+from hfshard.checkpoint.reports import VerifyReport
 from hfshard.constants import MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.disk.byte_source import ByteSource, hash_all, read_all
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError

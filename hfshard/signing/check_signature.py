@@ -16,7 +16,7 @@ from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.load_options import FilesBeside
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
-from hfshard.checkpoint.verify_report import Problem, VerifyReport
+from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.constants import (
     CONFIG_NAME,
     FILES_AT_ONCE,

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import run_in_threads
-from hfshard.checkpoint.verify_report import Problem
+from hfshard.checkpoint.reports import Problem
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames

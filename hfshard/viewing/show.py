@@ -11,7 +11,7 @@ from hfshard._util.arguments import absolute_path, checked_path_text, parse_size
 from hfshard._util.text import printable
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import CheckpointQuery
-from hfshard.checkpoint.verify_report import Problem
+from hfshard.checkpoint.reports import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.places.place import place_to_check, place_to_load
 from hfshard.training.run.find_checkpoint import as_problems, is_run, live_problems

@@ -12,8 +12,8 @@ from torch import nn
 
 import hfshard
 from hfshard.checkpoint.folder import as_folder
+from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.checkpoint.verifier import Verifier, verify_directory
-from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StoreConnectionError
 from hfshard.format.file_names import WeightNames
 from hfshard.models.module_weights import save_module

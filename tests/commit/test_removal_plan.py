@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
+from hfshard.checkpoint.reports import RemovalReport
 from hfshard.commit.removal import (
     FoundFile,
     Removal,
     RemovalPlan,
-    RemovalReport,
     in_phases,
     is_of_weights,
     joined,

@@ -13,8 +13,8 @@ from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import CheckpointQuery, is_weights_name
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
+from hfshard.checkpoint.reports import VerifyReport
 from hfshard.checkpoint.verifier import verify_directory
-from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.commit.removal import (
     NOT_ITS_OWN,
     SMALL_FILES,

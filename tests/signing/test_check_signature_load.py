@@ -17,7 +17,7 @@ from torch import nn
 
 import hfshard
 from hfshard.checkpoint.folder import LocalFolder
-from hfshard.checkpoint.verify_report import VerifyReport
+from hfshard.checkpoint.reports import VerifyReport
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
 from hfshard.signing.check_signature import with_signature
 from tests.signing.conftest import Keys

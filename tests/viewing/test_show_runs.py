@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel
 
 import hfshard
 from hfshard._util.text import format_size
-from hfshard.checkpoint.verify_report import Problem
+from hfshard.checkpoint.reports import Problem
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.page.page import render_page

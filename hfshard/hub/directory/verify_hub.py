@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
+from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.checkpoint.verifier import verify_directory
-from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.format.file_names import INDEX_FILE, WeightNames

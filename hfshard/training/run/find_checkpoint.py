@@ -14,8 +14,8 @@ from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.checkpoint.locate import CheckpointQuery
+from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.checkpoint.verifier import verify_directory
-from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX, TRAINING_FILES
 from hfshard.errors import (
     CheckpointChangedError,

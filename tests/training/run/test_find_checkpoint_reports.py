@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfshard.checkpoint.verify_report import Problem, VerifyReport
+from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.find_checkpoint import as_problems, is_checkpoint, is_run, report_of, reports_of_run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfshard.checkpoint.verify_report import Problem, VerifyReport
+from hfshard.checkpoint.reports import Problem, VerifyReport
 
 
 def test_a_checkpoint_is_ok_if_nothing_is_wrong_whatever_it_is_warned_of() -> None:

@@ -1,7 +1,8 @@
-"""Report of a check, as plain data that is imported without torch: what is wrong with a checkpoint, and where."""
+"""Reports of a check and of a removal, as plain data that is imported without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -39,3 +40,29 @@ class VerifyReport:
     def ok(self) -> bool:
         """True if nothing is wrong."""
         return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalReport:
+    """Report of a removal that was done, or would be."""
+
+    place: str
+    """The directory or address."""
+    removed: Mapping[str, int]
+    """Path in the place -> bytes."""
+    kept: Mapping[str, str]
+    """Path of a file or folder that stays in the place -> why; a folder's ends in "/"."""
+    unfinished_uploads: tuple[str, ...] = ()
+    """Names of objects with unfinished uploads; services do not report the sizes of those."""
+    is_done: bool = False
+    """Whether it was removed; False for a dry run."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files that were removed, or would be."""
+        return sum(self.removed.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to remove."""
+        return not self.removed and not self.unfinished_uploads
