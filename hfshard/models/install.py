@@ -20,7 +20,12 @@ from hfshard.models.install_settings import (
 from hfshard.models.patching import METHODS, HandlerLookup, Method, patch_method, set_global_handler
 from hfshard.models.small_saves import send_small_saves
 
-_BASES: Final = {"transformers.modeling_utils": "PreTrainedModel", "diffusers.models.modeling_utils": "ModelMixin"}
+_BASES: Final = {
+    "transformers.modeling_utils": "PreTrainedModel",
+    "diffusers.models.modeling_utils": "ModelMixin",
+    "transformers.trainer": "Trainer",
+    "accelerate.accelerator": "Accelerator",
+}
 """Module -> the class in it whose methods are patched."""
 
 
@@ -34,7 +39,9 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
     and everything that is not a transformers model: tokenizers, processors, configs, other libraries' models. The one
     exception: when a tokenizer, processor or config is saved to a store address, hfshard uploads the files that
     transformers writes, each on its own. Models of diffusers, also as components of a pipeline, are saved by hfshard
-    under diffusers' file names, and loaded by diffusers from files that hfshard has checked.
+    under diffusers' file names, and loaded by diffusers from files that hfshard has checked. What DeepSpeed ZeRO-3 has
+    partitioned is saved by Trainer's and Accelerate's `save_model` from each rank's part, not gathered on the first
+    rank, unless it has an adapter.
 
     Calling it again changes the settings. Forked processes inherit it. It does not import transformers or
     diffusers; if one is imported later, hfshard takes effect then.
@@ -88,11 +95,11 @@ def uninstall() -> None:
 def _put_in_place() -> None:
     set_global_handler(_stand_in)
     for module in _BASES:
-        on_import(module, _wrap_models)
+        on_import(module, _wrap_methods)
     send_small_saves()
 
 
-def _wrap_models(module: ModuleType) -> None:
+def _wrap_methods(module: ModuleType) -> None:
     base: Any = vars(module).get(_BASES[module.__name__])
     for method in METHODS:
         if method in vars(base or object):
@@ -112,11 +119,15 @@ def _stand_in() -> HandlerLookup | None:
 
 
 def _handlers_of(base: type) -> Mapping[Method, Callable[..., Any]]:
-    """Return the handlers for the models of a base; their modules import torch, and transformers if it is that."""
+    """Return the handlers for a base; their modules import torch, and for models of transformers that, too."""
     if base.__name__ == _BASES["diffusers.models.modeling_utils"]:
         from hfshard.models.diffusers_models import DIFFUSERS_HANDLERS
 
         return DIFFUSERS_HANDLERS
+    if base.__name__ != _BASES["transformers.modeling_utils"]:
+        from hfshard.models.trainer_saves import save_prepared, save_trained
+
+        return {"save_model": save_trained if base.__name__ == "Trainer" else save_prepared}
     from hfshard.models.installed_methods import HANDLERS
 
     return HANDLERS

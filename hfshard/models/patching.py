@@ -1,4 +1,4 @@
-"""Patches of the methods of PreTrainedModel and of diffusers' ModelMixin, below every override of a subclass.
+"""Patches of methods of PreTrainedModel, diffusers' ModelMixin, Trainer and Accelerator, below every override.
 
 Each is placed once and stays. It handles the call that hfshard has in progress in this thread, and every call if
 hfshard is installed; otherwise it calls the original. This file imports neither torch nor transformers nor diffusers.
@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 from hfshard._util.threads import ForkSafeLock, bound
 from hfshard.constants import MIXIN_MARK
 
-Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
-METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")
+Method = Literal["from_pretrained", "save_pretrained", "push_to_hub", "save_model"]
+METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub", "save_model")
 HandlerLookup = Callable[..., Any]
 """Replacement of a method: it gets the base, the method's name, the class or the model, and the arguments."""
 

@@ -1,0 +1,58 @@
+"""Saves by transformers' Trainer and by Accelerate once hfshard is installed: of what DeepSpeed ZeRO-3 has partitioned.
+
+They gather all weights on the first rank; here each rank writes its part. Everything else stays theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hfshard.models.install_settings import Settings
+from hfshard.models.module_weights import save_module, stock_shard_size
+from hfshard.models.patching import is_pretrained, upstream
+from hfshard.places.place import place_to_save
+from hfshard.saving.save_request import SaveOptions
+from hfshard.tensors.zero3 import has_partitioned
+
+
+def save_trained(_: Settings, trainer: Any, /, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """Save in place of Trainer's `save_model`, which all ranks call.
+
+    Source: transformers `Trainer.save_model` and `_save`, which returns on ranks that are not to save.
+    """
+    from hfshard.models.model_classes import has_adapters  # imports transformers, which Accelerate does not
+
+    model, arguments = trainer.model, trainer.args
+    is_in_parts = trainer.is_deepspeed_enabled and is_pretrained(model) and has_partitioned(model)
+    if not is_in_parts or has_adapters(model) or arguments.save_on_each_node:
+        upstream("save_model", type(trainer))(trainer, output_dir, _internal_call)
+        return
+    directory = arguments.output_dir if output_dir is None else output_dir
+    if arguments.should_save:
+        trainer._save(directory)
+    else:
+        model.save_pretrained(directory)
+    if arguments.push_to_hub and not _internal_call:
+        trainer.push_to_hub(commit_message="Model save", revision=arguments.hub_revision)
+
+
+def save_prepared(
+    settings: Settings,
+    accelerator: Any,
+    /,
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Save in place of Accelerate's `save_model`, which all ranks call, and which writes weights alone."""
+    is_alike = safe_serialization and not os.path.isfile(save_directory)
+    module = accelerator.unwrap_model(model) if is_alike and accelerator.distributed_type == "DEEPSPEED" else None
+    if module is None or not has_partitioned(module):
+        arguments = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+        upstream("save_model", type(accelerator))(accelerator, model, save_directory, **arguments)
+        return
+    size = stock_shard_size(max_shard_size)
+    options = SaveOptions(max_shard_size=size, checksum=settings.checksum, headers_count=False)
+    save_module(module, place_to_save(save_directory), None, options)
