@@ -20,7 +20,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.strict_json import dump_json
 from hfshard.models.model_classes import architecture_of, empty_custom_object, is_pipeline_stage, view_as_alias
 from hfshard.models.rank_parts import build_meta_model, stored_parts, trace_reverted
-from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel, with_parts
+from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel, has_tensors, with_parts
 from hfshard.tensors.state_dict import (
     collect_state_dict,
     count_parameters,
@@ -86,6 +86,7 @@ def request_from_pretrained(
         total_parameters=_parameters_of(model) if whole is None else whole.total_parameters,
         config=files.pop(CONFIG_NAME),
         model_files=files,
+        needs_tensors=state_dict is not None and has_tensors(model),
         name_order=() if whole is None else whole.names,
         describe_full_model=look,
     )

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hfshard._util.call_ranks import Session, has_other_ranks, together_if
+from hfshard._util.call_ranks import Session, call_ranks, has_other_ranks, together_if
 from hfshard.commit.directory_state import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import push_together
@@ -152,8 +153,11 @@ def handle_save_pretrained(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
     # An empty state dict asks for the config alone: existing weights must not be replaced by a checkpoint without any.
-    is_empty = state_dict is not None and not state_dict and not push_to_hub and place.is_read_from_disk
-    saves_config_alone = is_empty and not has_other_ranks() and not is_registered_with_mixin(type(model))
+    is_empty = state_dict is not None and not state_dict and not options.is_collective
+    is_kept = is_empty and not push_to_hub and place.is_read_from_disk
+    saves_config_alone = is_kept and not is_registered_with_mixin(type(model))
+    if saves_config_alone and has_other_ranks() and dist.get_rank() != call_ranks()[0]:
+        is_main_process = False  # one rank writes the config; another one may have the weights
     if saves_config_alone or needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         if is_main_process and state_dict is None:
             reject_partitioned(model)

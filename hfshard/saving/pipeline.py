@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from hfshard.commit.transaction import NamesTakenError, NewCheckpoint, OwnShardWriter, ShardWriter, Transaction
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import TENSOR_DIGEST_HEX, CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.places.place import SavePlace
@@ -25,8 +26,14 @@ def plan_request(request: SaveRequest) -> ShardPlan:
     """Plan the files of a request, with room in their headers for their metadata.
 
     Raises:
+        InvalidArgumentError: It has no tensors, but needs some.
         UnstorableTensorError: A value can't be stored in the format.
     """
+    if request.needs_tensors and not request.tensors:
+        raise InvalidArgumentError(
+            "state_dict is empty: a checkpoint without weights would replace the model's. Pass its tensors, or none to "
+            "save the model's own; to save the config alone, call model.config.save_pretrained(save_directory)."
+        )
     specs = tensor_specs(request.tensors)
     room = shard_metadata_bytes_of(request)
     hfshard_metadata = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)

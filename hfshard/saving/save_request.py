@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -46,6 +47,8 @@ class SaveRequest:
     """Entries for the `__metadata__` of every file."""
     total_parameters: int | None = None
     """Number for the index; None: counted from the tensors."""
+    needs_tensors: bool = False
+    """Reject a save without any tensor: a state dict was given in the place of a model's tensors."""
     config: bytes | None = None
     """The contents of config.json."""
     drops_config: bool = False
@@ -122,7 +125,13 @@ def request_from_module(model: nn.Module, state_dict: Mapping[str, Any] | None, 
 
     A state dict is saved in place of the model's own, and is not mutated.
     """
-    return request_from_state_dict(collect_state_dict(model) if state_dict is None else dict(state_dict), options)
+    request = request_from_state_dict(collect_state_dict(model) if state_dict is None else dict(state_dict), options)
+    return replace(request, needs_tensors=state_dict is not None and has_tensors(model))
+
+
+def has_tensors(model: nn.Module) -> bool:
+    """Return whether a module has a parameter or a buffer."""
+    return next(chain(model.parameters(), model.buffers()), None) is not None
 
 
 # Options of a save, taken by every function that saves, and checked once.
