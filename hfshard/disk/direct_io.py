@@ -312,20 +312,22 @@ class _Reads:
         self._may_pass_cache = block_bytes >= BLOCK_BYTES and not keep_cached
         # Without the page cache: a huge page at once, with no room around it if every read begins at a page.
         self._direct_bytes = max(1, HUGE_PAGE_BYTES // block_bytes) * block_bytes
-        is_aligned = not any(number % DATA_ALIGNMENT for number in (self._direct_bytes, *(one.start for one in ranges)))
+        places = (block_bytes, self._direct_bytes, *(one.start for one in ranges))
+        is_aligned = not any(place % DATA_ALIGNMENT for place in places)
         self._longest = max((_aligned(one.count_bytes) for one in ranges), default=0)
         self._around = 0 if is_aligned else 2 * DATA_ALIGNMENT
         self._is_closed = False
         self._reads = self._each_read()
 
     def blocks(self) -> Iterator[memoryview]:
-        """Yield the blocks. The page cache reads ahead by itself; without it, another thread does for long ranges."""
+        """Yield the blocks. The page cache reads ahead by itself, within a range; else another thread does."""
         first = next(self._reads, None)
         if first is None:
             return
         reads = chain([first], self._reads)
         is_long = sum(one.count_bytes for one in self._ranges) >= _MIN_AHEAD_BYTES
-        yield from self._ahead(reads) if first.direct >= 0 and is_long else self._one_by_one(reads)
+        is_cached_range = first.direct < 0 and (len(self._ranges) == 1 or not self._may_pass_cache)
+        yield from self._ahead(reads) if is_long and not is_cached_range else self._one_by_one(reads)
 
     def close(self) -> None:
         """Close what is open."""

@@ -23,10 +23,10 @@ from hfshard.models.small_saves import send_small_saves
 _BASES: Final = {
     "transformers.modeling_utils": "PreTrainedModel",
     "diffusers.models.modeling_utils": "ModelMixin",
-    "transformers.trainer": "Trainer",
-    "accelerate.accelerator": "Accelerator",
 }
-"""Module -> the class in it whose methods are patched."""
+"""Module -> the class of models in it whose methods are patched."""
+_TRAINERS: Final = {"transformers.trainer": "Trainer", "accelerate.accelerator": "Accelerator"}
+"""Module -> the class in it whose `save_model` is patched."""
 
 
 def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256", quiet: bool = False) -> Installation:
@@ -41,7 +41,8 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
     transformers writes, each on its own. Models of diffusers, also as components of a pipeline, are saved by hfshard
     under diffusers' file names, and loaded by diffusers from files that hfshard has checked. What DeepSpeed ZeRO-3 has
     partitioned is saved by Trainer's and Accelerate's `save_model` from each rank's part, not gathered on the first
-    rank, unless it has an adapter.
+    rank (also with `stage3_gather_16bit_weights_on_model_save` off, where Trainer would write DeepSpeed's checkpoint
+    in place of weights); unless it has an adapter, or Trainer's own `_save` is overridden.
 
     Calling it again changes the settings. Forked processes inherit it. It does not import transformers or
     diffusers; if one is imported later, hfshard takes effect then.
@@ -94,14 +95,15 @@ def uninstall() -> None:
 
 def _put_in_place() -> None:
     set_global_handler(_stand_in)
-    for module in _BASES:
+    for module in (*_BASES, *_TRAINERS):
         on_import(module, _wrap_methods)
     send_small_saves()
 
 
 def _wrap_methods(module: ModuleType) -> None:
-    base: Any = vars(module).get(_BASES[module.__name__])
-    for method in METHODS:
+    base: Any = vars(module).get((_BASES | _TRAINERS)[module.__name__])
+    methods: tuple[Method, ...] = METHODS if module.__name__ in _BASES else ("save_model",)
+    for method in methods:
         if method in vars(base or object):
             patch_method(base, method)
 
@@ -124,7 +126,7 @@ def _handlers_of(base: type) -> Mapping[Method, Callable[..., Any]]:
         from hfshard.models.diffusers_models import DIFFUSERS_HANDLERS
 
         return DIFFUSERS_HANDLERS
-    if base.__name__ != _BASES["transformers.modeling_utils"]:
+    if base.__name__ in _TRAINERS.values():
         from hfshard.models.trainer_saves import save_prepared, save_trained
 
         return {"save_model": save_trained if base.__name__ == "Trainer" else save_prepared}

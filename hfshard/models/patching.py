@@ -17,7 +17,8 @@ from hfshard._util.threads import ForkSafeLock, bound
 from hfshard.constants import MIXIN_MARK
 
 Method = Literal["from_pretrained", "save_pretrained", "push_to_hub", "save_model"]
-METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub", "save_model")
+METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")
+"""Those of models."""
 HandlerLookup = Callable[..., Any]
 """Replacement of a method: it gets the base, the method's name, the class or the model, and the arguments."""
 

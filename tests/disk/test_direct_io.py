@@ -127,7 +127,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("start", "count"), STRETCHES)
-@pytest.mark.parametrize("block_bytes", [4096, BLOCK_BYTES, 3 * BLOCK_BYTES + 1])
+@pytest.mark.parametrize("block_bytes", [2048, 4096, 10240, BLOCK_BYTES, 3 * BLOCK_BYTES + 1])
 @pytest.mark.parametrize("is_cold", [True, False])
 def test_a_stretch_comes_in_blocks_of_one_size_and_a_last_one(
     is_cold: bool, block_bytes: int, start: int, count: int, path: Path

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
+from huggingface_hub.errors import OfflineModeIsEnabled
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -43,6 +44,17 @@ def test_other_saves_of_accelerate_are_its_own(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "pickle").iterdir()] == ["pytorch_model.bin"]
 
 
+@pytest.mark.compat
+def test_other_methods_of_trainer_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_on_each_node=True)
+    trainer = Trainer(nn.Linear(2, 2), arguments)
+    for name in ("init_hf_repo", "create_model_card"):
+        monkeypatch.setattr(Trainer, name, lambda *_args, **_options: None)
+
+    with hfshard.install(quiet=True), pytest.raises(OfflineModeIsEnabled):  # it got as far as that
+        trainer.push_to_hub()
+
+
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install '.[test,frameworks]'")
 def test_nothing_is_gathered_on_a_rank(tmp_path: Path) -> None:
     from tests.models import trainers_on_ranks
@@ -50,12 +62,13 @@ def test_nothing_is_gathered_on_a_rank(tmp_path: Path) -> None:
     check_ranks(tmp_path / "ranks", 2, trainers_on_ranks.save_all, tmp_path, modules=[_WARM_UP])
 
     truth = read_truth(tmp_path / "trainer")
-    for way in ("run/checkpoint-1", "out", "gathered"):
+    for way in ("run/checkpoint-1", "out", "node", "untold"):
         assert_ours(tmp_path / "trainer" / way)
         stock = LlamaForCausalLM.from_pretrained(tmp_path / "trainer" / way, dtype="auto")
         assert_same(stock.state_dict(), truth)
     assert (tmp_path / "trainer" / "out" / "training_args.bin").is_file()
     truth = read_truth(tmp_path / "accelerate")
+    assert truth.pop("lm_head.weight").equal(truth["model.embed_tokens.weight"])
     for way in ("out", "stock"):
         assert_same(hfshard.load_state_dict(tmp_path / "accelerate" / way), truth)
     files = {way: {path.name for path in (tmp_path / "accelerate" / way).iterdir()} for way in ("out", "stock")}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 import hfshard
+from hfshard.errors import RankFailedError
 from tests.distributed.gloo import waiting
 from tests.flows.resume_trainings import as_launched
 from tests.foreign.producers.truth import write_truth
@@ -52,19 +55,52 @@ def save_by_trainer(rank: int, place: Path) -> None:
         with counted_gathers() as found:
             trainer.save_model(str(place / "out"))
         assert not found
-        trainer.args.save_on_each_node = True  # then Trainer gathers
-        with counted_gathers() as found, waiting(0.1):
-            trainer.save_model(str(place / "gathered"))
-        assert found
+        check_gathered(trainer, place)
+        check_refused(rank, trainer, place)
     truth = gathered(trainer.model_wrapped)
     if rank == 0:
         write_truth(place, truth)
+
+
+class OwnSave(Trainer):
+    """Saves something else, on the ranks that Trainer lets save."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            torch.save(sorted(state_dict), f"{output_dir}-names.pt")
+
+
+def check_gathered(trainer: Any, place: Path) -> None:
+    """Let Trainer gather: for each node, for parts that cannot be told, and for a class with a `_save` of its own."""
+    weight = trainer.model.lm_head.weight
+    for way in ("node", "untold", "own"):
+        with counted_gathers() as found, waiting(0.1), ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            if way == "node":
+                patch.setattr(trainer.args, "save_on_each_node", True)
+            elif way == "untold":
+                patch.setattr(weight, "comm", None, raising=False)
+            else:
+                patch.setattr(trainer, "__class__", OwnSave)
+            trainer.save_model(str(place / way))
+        assert found
+        dist.barrier()
+    assert (place / "own-names.pt").is_file()
+
+
+def check_refused(rank: int, trainer: Any, place: Path) -> None:
+    """End on all ranks, soon, where the first one cannot create the directory."""
+    (place / "file").touch()
+    with pytest.raises(FileExistsError if rank == 0 else RankFailedError):
+        trainer.save_model(str(place / "file"))
 
 
 def save_by_accelerate(rank: int, place: Path) -> None:
     """Save the weights of a prepared model."""
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_CONFIG))
     model = llama(LlamaForCausalLM)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
     engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     truth = gathered(engine)
     with hfshard.install(quiet=True), counted_gathers() as found:
