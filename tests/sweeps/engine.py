@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import shutil
+import sys
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
@@ -474,7 +475,8 @@ def sample(everything: Sequence[S], count: int | None, seed: int = 0) -> list[S]
 
 
 def prepare_process() -> None:
-    """Make this process fit to be forked: quiet and offline."""
+    """Make this process fit to be forked: quiet, offline, and without compiling files, which shifts points."""
+    sys.dont_write_bytecode = True
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
     warnings.simplefilter("ignore")
     logging.getLogger("hfshard").addHandler(logging.NullHandler())  # readers may warn of a stopped save's remains
