@@ -415,6 +415,9 @@ class _Reads:
 _BLOCKS: Final = 4
 """Blocks of a file that are being filled or written at once."""
 
+_BLOCKS_HASHED: Final = 6
+"""The same if another thread hashes them."""
+
 _Blocks: TypeAlias = "queue.SimpleQueue[memoryview | None]"
 
 _COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
@@ -422,7 +425,7 @@ _COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
 
 
 class BlockWriter:
-    """A writer of one new file from its beginning to its end, used by one thread while another one writes."""
+    """A writer of one new file from its beginning to its end: one thread fills blocks, others hash and write them."""
 
     def __init__(
         self,
@@ -432,6 +435,7 @@ class BlockWriter:
         progress_callback: ProgressCallback | None,
         *,
         background: bool,
+        hash_block: Callable[[memoryview], object] | None = None,
     ) -> None:
         """Wrap an open, empty file, and reserve its space.
 
@@ -441,11 +445,14 @@ class BlockWriter:
             cancelled: Once it is set, the next block raises.
             progress_callback: Called with the number of bytes of each block written, possibly from another thread.
             background: Whether to write in another thread, if one can be started, while the next block is filled.
+            hash_block: Called in one more thread, if it can be started, with each block before it is written; with the
+                last one before `finish` returns.
 
         Raises:
             OSError: There is no space.
         """
         self._fd = fd
+        self._hash_block = hash_block
         self._cancelled = cancelled
         self._progress_callback = progress_callback
         self._is_direct = is_direct_wanted(size) and set_direct(fd, wanted=True)
@@ -453,11 +460,14 @@ class BlockWriter:
             allocate(fd, size)
         block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
         self._is_several = background and size > block_bytes
-        self._block, *self._others = aligned_blocks(_BLOCKS if self._is_several else 1, block_bytes)
+        count = (_BLOCKS if hash_block is None else _BLOCKS_HASHED) if self._is_several else 1
+        self._block, *self._others = aligned_blocks(count, block_bytes)
         self._filled = self._at = 0
+        self._unhashed: _Blocks = queue.SimpleQueue()
         self._full: _Blocks = queue.SimpleQueue()
         self._free: _Blocks = queue.SimpleQueue()
         self._is_closed = False
+        self._hashing: Future[None] | None = None
         self._writing: Future[None] | None = None
 
     def write(self, view: memoryview) -> None:
@@ -482,11 +492,11 @@ class BlockWriter:
         self._to_buffered(self._fd)
 
     def close(self) -> None:
-        """End the other thread; drop the blocks that it has not begun to write."""
+        """End the other threads; drop the blocks that they have not begun to hash or write."""
         self._is_closed = True
-        if self._writing is not None:
-            self._full.put(None)
-            wait([self._writing])
+        self._unhashed.put(None)
+        self._full.put(None)
+        wait([one for one in (self._hashing, self._writing) if one is not None])
 
     def _hand_on(self) -> None:
         if self._cancelled.is_set():
@@ -494,6 +504,8 @@ class BlockWriter:
         if self._is_several and self._writing is None:
             self._writing = self._start_writing()
             self._is_several = self._writing is not None
+            if self._hash_block is not None and self._is_several:
+                self._hashing = start_worker(partial(self._hash_in_background, self._hash_block), "hfshard-hash")
         self._take(self._block)
         if self._writing is not None:
             block = self._free.get()
@@ -504,7 +516,12 @@ class BlockWriter:
         self._filled = 0
 
     def _take(self, block: memoryview) -> None:
-        """Write a block, or pass it to the other thread."""
+        """Hash and write a block, or pass it to the threads that do."""
+        if self._hashing is not None:
+            self._unhashed.put(block)
+            return
+        if self._hash_block is not None:
+            self._hash_block(block)
         if self._writing is not None:
             self._full.put(block)
         else:
@@ -521,10 +538,21 @@ class BlockWriter:
         return writing
 
     def _end_writing(self) -> None:
-        """Wait until the other thread has written all; raise the error that ended it."""
+        """Wait until the other threads have hashed and written all; raise the error that ended one."""
+        if self._hashing is not None:
+            self._unhashed.put(None)
+            self._hashing.result()
         if self._writing is not None:
             self._full.put(None)
             self._writing.result()
+
+    def _hash_in_background(self, hash_block: Callable[[memoryview], object]) -> None:
+        try:
+            while (block := self._unhashed.get()) is not None and not self._is_closed:
+                hash_block(block)
+                self._full.put(block)
+        finally:
+            self._full.put(None)
 
     def _write_in_background(self, fd: int) -> None:
         try:

@@ -88,7 +88,13 @@ def write_shards(
     """
     synchronize_devices(jobs)
     threads = writer_threads()
-    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, background=threads > 1)
+    write = partial(
+        _write_shard,
+        checksum=checksum,
+        progress_callback=progress_callback,
+        background=threads > 1,
+        hash_apart=threads > 1 and 2 * len(jobs) <= (os.cpu_count() or 1),
+    )
     return run_in_threads(write, jobs, threads)
 
 
@@ -186,16 +192,19 @@ def _write_shard(
     checksum: str | None,
     progress_callback: ProgressCallback | None,
     background: bool,
+    hash_apart: bool,
 ) -> FileDigest:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         head = _Head.of(job, checksum)
         blank = head.blank()
         size = len(blank) + head.data_bytes
-        writer = BlockWriter(fd, size, cancelled, progress_callback, background=background)
+        hasher = _new_hasher(checksum)
+        hash_block = hasher.update if hasher is not None and hash_apart else None
+        writer = BlockWriter(fd, size, cancelled, progress_callback, background=background, hash_block=hash_block)
+        put = writer.write if hash_apart else _hashed(writer.write, hasher)
         try:
-            digest, header = _put_through(head, blank, writer.write)
-            writer.finish()
+            digest, header = _put_through(head, blank, put, writer.finish, hasher)
         finally:
             writer.close()
         if header != blank:
@@ -224,9 +233,9 @@ def stream_shard(
     blank = head.blank()
     put = open_output(len(blank) + head.data_bytes)
     if job.hfshard_metadata is None:
-        return _put_through(head, blank, put)[0]
+        return _hash_and_put(head, blank, put)[0]
     digest, header = digest_shard(job, checksum, None, threading.Event())
-    output = HashingWriter(put, None)
+    output = TensorWriter(put, with_digests=False)
     output.add([memoryview(header)], 0)
     for tensor in job.tensors.values():
         output.add_tensor(tensor, 0)
@@ -249,7 +258,7 @@ def digest_shard(
     if checksum is None:
         return _digest_and_header(head, blank, {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))})
     tell = cancellable(progress_callback, cancelled)
-    return _put_through(head, blank, lambda block: tell(len(block)))
+    return _hash_and_put(head, blank, lambda block: tell(len(block)))
 
 
 def blank_header(job: WriteJob, checksum: str | None) -> bytes:
@@ -257,10 +266,36 @@ def blank_header(job: WriteJob, checksum: str | None) -> bytes:
     return _Head.of(job, checksum).blank()
 
 
-def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[FileDigest, bytes]:
-    """Hash a file's bytes, and pass on each block, valid until `put` returns; return the file's digest and header."""
-    hasher = HASHERS[head.checksum]() if head.checksum is not None else None
-    output = HashingWriter(put, hasher)
+def _hash_and_put(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[FileDigest, bytes]:
+    """Do what `_put_through` does, and hash each block."""
+    hasher = _new_hasher(head.checksum)
+    return _put_through(head, blank, _hashed(put, hasher), lambda: None, hasher)
+
+
+def _hashed(put: Callable[[memoryview], object], hasher: Hasher | None) -> Callable[[memoryview], object]:
+    """Wrap `put` so that `hasher` gets each block first, which is then in the core's cache."""
+    if hasher is None:
+        return put
+
+    def hash_and_put(block: memoryview) -> None:
+        hasher.update(block)
+        put(block)
+
+    return hash_and_put
+
+
+def _put_through(
+    head: _Head,
+    blank: bytes,
+    put: Callable[[memoryview], object],
+    finish: Callable[[], object],
+    hasher: Hasher | None,
+) -> tuple[FileDigest, bytes]:
+    """Pass on a file's blocks, each valid until `put` returns; return the file's digest and header.
+
+    When `finish` has returned, `hasher` must have got all of them.
+    """
+    output = TensorWriter(put, with_digests=hasher is not None)
     output.add([memoryview(blank)], fingerprint_bytes=len(blank))
     sampled = set(fingerprint_positions(len(head.job.tensors)))
     tensors = [
@@ -268,10 +303,15 @@ def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object])
         for position, tensor in enumerate(head.job.tensors.values())
     ]
     output.flush()
+    finish()
     digests = {"fingerprint": output.fingerprint.hexdigest()}
     if head.checksum is not None and hasher is not None:
         digests |= {head.checksum: hasher.hexdigest(), "tensor_digests": "".join(tensors)}
     return _digest_and_header(head, blank, digests)
+
+
+def _new_hasher(checksum: str | None) -> Hasher | None:
+    return HASHERS[checksum]() if checksum is not None else None
 
 
 def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) -> tuple[FileDigest, bytes]:
@@ -279,7 +319,7 @@ def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) ->
     return FileDigest(len(header) + head.data_bytes, **digests), header
 
 
-# Output path of a file's bytes: they are hashed by tensor, and small tensors are passed on together.
+# Output path of a file's bytes: each tensor gets its digest, and small tensors are passed on together.
 
 
 _SMALL_BYTES: Final = 16 * 1024
@@ -289,18 +329,18 @@ _TOGETHER_BYTES: Final = 256 * 1024
 """Gathered bytes per write: they stay in the core's cache."""
 
 
-class HashingWriter:
-    """Writer of a file's blocks in order: it hashes each, and passes it on while it is in the core's cache."""
+class TensorWriter:
+    """Writer of a file's tensors in order: it hashes each block, and passes it on while it is in the core's cache."""
 
-    def __init__(self, put: Callable[[memoryview], object], hasher: Hasher | None) -> None:
+    def __init__(self, put: Callable[[memoryview], object], *, with_digests: bool) -> None:
         """Begin a file.
 
         Args:
             put: Takes each block, which is valid until it returns.
-            hasher: Gets each block first; None: tensors get no digests either.
+            with_digests: Whether to compute the tensors' digests.
         """
         self._put = put
-        self._hasher = hasher
+        self._with_digests = with_digests
         self.fingerprint = new_fingerprint()
         self._small: list[bytes] = []
         self._small_bytes = 0
@@ -315,12 +355,12 @@ class HashingWriter:
     def flush(self) -> None:
         """Pass on the gathered small tensors; must also be called after the last tensor."""
         if self._small_bytes:
-            self._pass_on(memoryview(b"".join(self._small)))
+            self._put(memoryview(b"".join(self._small)))
         self._small.clear()
         self._small_bytes = 0
 
     def add(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> str:
-        """Add the blocks of one tensor, and return its digest ("" without a hasher).
+        """Add the blocks of one tensor, and return its digest ("" without digests).
 
         Args:
             blocks: The tensor's blocks; each is valid until the next one is requested.
@@ -328,7 +368,7 @@ class HashingWriter:
         """
         self.flush()
         blocks = self._passed_on(blocks, fingerprint_bytes)
-        if self._hasher is not None:
+        if self._with_digests:
             return tensor_digest(blocks)
         for _ in blocks:
             continue
@@ -341,7 +381,7 @@ class HashingWriter:
         self._small_bytes += len(raw)
         if self._small_bytes >= _TOGETHER_BYTES:
             self.flush()
-        return tensor_digest_of_bytes(raw) if self._hasher is not None else ""
+        return tensor_digest_of_bytes(raw) if self._with_digests else ""
 
     def _passed_on(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
         for block in blocks:
@@ -349,12 +389,7 @@ class HashingWriter:
                 self.fingerprint.update(block[:fingerprint_bytes])
                 fingerprint_bytes -= len(block)
             yield block
-            self._pass_on(block)
-
-    def _pass_on(self, block: memoryview) -> None:
-        if self._hasher is not None:
-            self._hasher.update(block)
-        self._put(block)
+            self._put(block)
 
 
 # A virtual safetensors file: reads take their bytes from a header and tensors.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import queue
@@ -349,12 +350,15 @@ def written(
     *,
     background: bool = True,
     cancelled: threading.Event | None = None,
+    hash_block: Callable[[memoryview], object] | None = None,
 ) -> bytes:
     """What stands in a file after its bytes were handed over in pieces, some of which are wiped afterwards."""
     told: list[int] = []
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        writer = BlockWriter(fd, len(raw), cancelled or threading.Event(), told.append, background=background)
+        writer = BlockWriter(
+            fd, len(raw), cancelled or threading.Event(), told.append, background=background, hash_block=hash_block
+        )
         try:
             at = number = 0
             while at < len(raw):
@@ -415,6 +419,52 @@ def test_where_no_thread_can_be_started_the_caller_does_its_work(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert written(tmp_path / "x", contents(WRITTEN_BYTES)) == contents(WRITTEN_BYTES)
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, WRITTEN_BYTES])
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_each_block_is_hashed_before_it_is_written(
+    threads: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    names: list[str] = []
+    found = hashlib.sha256()
+    hashed_bytes = 0
+
+    def start_few(thread: threading.Thread) -> None:
+        if len(names) == threads:
+            raise RuntimeError("can't start new thread")
+        names.append(thread.name)
+        start(thread)
+
+    def hash_block(block: memoryview) -> None:
+        nonlocal hashed_bytes
+        found.update(block)
+        hashed_bytes += len(block)
+
+    def write(fd: int, block: memoryview, at: int) -> int:
+        assert at + len(block) <= hashed_bytes
+        return real(fd, block, at)
+
+    real = os.pwrite
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    watch(monkeypatch, write)
+    assert written(tmp_path / "x", contents(size), hash_block=hash_block) == contents(size)
+    assert found.hexdigest() == hashlib.sha256(contents(size)).hexdigest()
+    assert names == (["hfshard-disk", "hfshard-hash"][:threads] if size > BLOCK_BYTES else [])
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("number", [0, 3, 8])
+def test_an_error_of_the_hash_is_raised(number: int, background: bool, tmp_path: Path) -> None:
+    numbers = iter(range(9))
+
+    def fail(_block: memoryview) -> None:
+        if next(numbers) == number:
+            raise MemoryError("no room for a digest")
+
+    with no_thread_is_left(), pytest.raises(MemoryError, match="no room for a digest"):
+        written(tmp_path / "x", contents(9 * BLOCK_BYTES), background=background, hash_block=fail)
 
 
 def test_a_large_file_goes_past_the_page_cache_but_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,10 +538,15 @@ def test_short_writes_are_taken_up_where_they_ended(most: int, tmp_path: Path, m
     assert written(tmp_path / "x", contents(WRITTEN_BYTES)) == contents(WRITTEN_BYTES)
 
 
+@pytest.mark.parametrize("hash_block", [None, hashlib.sha256().update])
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("number", [0, 3, 5])
 def test_an_error_of_any_write_is_raised(
-    number: int, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    background: bool,
+    hash_block: Callable[[memoryview], object] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = os.pwrite
 
@@ -501,8 +556,8 @@ def test_an_error_of_any_write_is_raised(
         return real(fd, block, at)
 
     watch(monkeypatch, fails)
-    with pytest.raises(OSError, match="Input/output error"):
-        written(tmp_path / "x", contents(WRITTEN_BYTES), background=background)
+    with no_thread_is_left(), pytest.raises(OSError, match="Input/output error"):
+        written(tmp_path / "x", contents(WRITTEN_BYTES), background=background, hash_block=hash_block)
 
 
 def test_no_space_is_told_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +580,7 @@ def test_a_stopped_save_writes_no_further_block(tmp_path: Path) -> None:
 
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     with no_thread_is_left():
-        written(tmp_path / "x", contents(WRITTEN_BYTES))
+        written(tmp_path / "x", contents(WRITTEN_BYTES), hash_block=hashlib.sha256().update)
 
 
 @pytest.mark.parametrize("limit", ["2MB", "1GB"])
