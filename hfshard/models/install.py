@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from hfshard._util.lazy_imports import announce_once, on_import
 from hfshard.format.index import Checksum, Verify
@@ -20,13 +20,50 @@ from hfshard.models.install_settings import (
 from hfshard.models.patching import METHODS, HandlerLookup, Method, patch_method, set_global_handler
 from hfshard.models.small_saves import send_small_saves
 
-_BASES: Final = {
-    "transformers.modeling_utils": "PreTrainedModel",
-    "diffusers.models.modeling_utils": "ModelMixin",
+Handlers: TypeAlias = Mapping[Method, Callable[..., Any]]
+"""Method -> what is called in its place."""
+
+
+def _of_transformers() -> Handlers:
+    from hfshard.models.installed_methods import HANDLERS
+
+    return HANDLERS
+
+
+def _of_diffusers() -> Handlers:
+    from hfshard.models.diffusers_models import DIFFUSERS_HANDLERS
+
+    return DIFFUSERS_HANDLERS
+
+
+def _of_trainer() -> Handlers:
+    from hfshard.models.trainer_saves import save_trained
+
+    return {"save_model": save_trained}
+
+
+def _of_accelerate() -> Handlers:
+    from hfshard.models.trainer_saves import save_prepared
+
+    return {"save_model": save_prepared}
+
+
+class _Patched(NamedTuple):
+    """A class whose methods are patched."""
+
+    name: str
+    methods: tuple[Method, ...]
+    handlers: Callable[[], Handlers]
+    """Imports torch, and for models of transformers that, too."""
+
+
+_PATCHED: Final = {
+    "transformers.modeling_utils": _Patched("PreTrainedModel", METHODS, _of_transformers),
+    "diffusers.models.modeling_utils": _Patched("ModelMixin", METHODS, _of_diffusers),
+    "transformers.trainer": _Patched("Trainer", ("save_model",), _of_trainer),
+    "accelerate.accelerator": _Patched("Accelerator", ("save_model",), _of_accelerate),
 }
-"""Module -> the class of models in it whose methods are patched."""
-_TRAINERS: Final = {"transformers.trainer": "Trainer", "accelerate.accelerator": "Accelerator"}
-"""Module -> the class in it whose `save_model` is patched."""
+"""Module -> the class in it."""
 
 
 def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256", quiet: bool = False) -> Installation:
@@ -95,15 +132,15 @@ def uninstall() -> None:
 
 def _put_in_place() -> None:
     set_global_handler(_stand_in)
-    for module in (*_BASES, *_TRAINERS):
+    for module in _PATCHED:
         on_import(module, _wrap_methods)
     send_small_saves()
 
 
 def _wrap_methods(module: ModuleType) -> None:
-    base: Any = vars(module).get((_BASES | _TRAINERS)[module.__name__])
-    methods: tuple[Method, ...] = METHODS if module.__name__ in _BASES else ("save_model",)
-    for method in methods:
+    patched = _PATCHED[module.__name__]
+    base: Any = vars(module).get(patched.name)
+    for method in patched.methods:
         if method in vars(base or object):
             patch_method(base, method)
 
@@ -114,22 +151,8 @@ def _stand_in() -> HandlerLookup | None:
         return None
 
     def answer(base: type, method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        patched = next(one for one in _PATCHED.values() if one.name == base.__name__)
         with use_settings(settings):
-            return _handlers_of(base)[method](settings, target, *args, **kwargs)
+            return patched.handlers()[method](settings, target, *args, **kwargs)
 
     return answer
-
-
-def _handlers_of(base: type) -> Mapping[Method, Callable[..., Any]]:
-    """Return the handlers for a base; their modules import torch, and for models of transformers that, too."""
-    if base.__name__ == _BASES["diffusers.models.modeling_utils"]:
-        from hfshard.models.diffusers_models import DIFFUSERS_HANDLERS
-
-        return DIFFUSERS_HANDLERS
-    if base.__name__ in _TRAINERS.values():
-        from hfshard.models.trainer_saves import save_prepared, save_trained
-
-        return {"save_model": save_trained if base.__name__ == "Trainer" else save_prepared}
-    from hfshard.models.installed_methods import HANDLERS
-
-    return HANDLERS

@@ -1,23 +1,27 @@
-"""`save_model` of Trainer and of Accelerate under DeepSpeed ZeRO-3 and install(): from each rank's part."""
+"""`save_model` of Trainer and of Accelerate on several ranks, with install(): of replicas, and of each rank's part."""
 
 from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from accelerate import Accelerator
 from huggingface_hub.errors import OfflineModeIsEnabled
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfshard
-from tests.distributed.gloo import check_ranks
+from tests.distributed.gloo import check_ranks, waiting
+from tests.flows.resume_trainings import as_launched
 from tests.foreign.producers.truth import read_truth
 from tests.helpers.tensor_bytes import assert_same
-from tests.programs.models import assert_ours
+from tests.programs.models import SETTINGS, assert_ours, llama
 
+_NEVER_SECONDS = 1000.0
 _WARM_UP = "tests.foreign.producers.deepspeed_on_cpu:warm_up"
 
 
@@ -53,6 +57,26 @@ def test_other_methods_of_trainer_are_its_own(tmp_path: Path, monkeypatch: pytes
 
     with hfshard.install(quiet=True), pytest.raises(OfflineModeIsEnabled):  # it got as far as that
         trainer.push_to_hub()
+
+
+def _save_replicas(rank: int, place: Path) -> None:
+    rows: Any = [{"input_ids": [1, 4 + number % 4, 2], "labels": [1, 4, 2]} for number in range(8)]
+    arguments = {**SETTINGS, "max_steps": 1, "save_steps": 1}
+    with as_launched(rank, dist.get_world_size()), hfshard.install(quiet=True), waiting(_NEVER_SECONDS):
+        trainer = Trainer(
+            llama(LlamaForCausalLM), TrainingArguments(str(place / "run"), **arguments), train_dataset=rows
+        )
+        assert trainer.args.should_save == (rank == 0)
+        trainer.train()
+        trainer.save_model(str(place / "out"))
+        dist.barrier()
+
+
+def test_the_first_rank_saves_replicas_without_waiting_for_others(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, _save_replicas, tmp_path)
+
+    for way in ("run/checkpoint-1", "out"):
+        assert_ours(tmp_path / way)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install '.[test,frameworks]'")
