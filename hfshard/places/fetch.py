@@ -6,8 +6,7 @@ import filecmp
 import json
 import logging
 import os
-import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +26,14 @@ from hfshard.commit.commit_plan import (
     superseded_files,
 )
 from hfshard.commit.directory_commit import DirectorySession, save_session
-from hfshard.commit.directory_state import DirectoryState, reject_hub_directory
+from hfshard.commit.directory_state import DirectoryState, none_if_damaged, reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import can_link, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import IntegrityError, SaveDirectoryError
-from hfshard.format.index import Verify
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import CheckpointIndex, Verify
 from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.directory_hub import hub_named
 from hfshard.hub.download import Fetcher, is_offline
@@ -119,8 +119,8 @@ def _sizes_in(directory: str) -> dict[str, int]:
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """Files that only the Hub needs."""
 
-_SUFFIX_BYTES: Final = 8
-"""Random bytes in the temporary names of old shards: 16 hex digits, as in the names of shards in a store."""
+_SUFFIX_DIGITS: Final = 16
+"""Hex digits in the temporary names of old shards, as in the names of shards in a store."""
 
 
 def copy_to_directory(
@@ -160,14 +160,16 @@ def copy_to_directory(
     config = small.pop(CONFIG_NAME, None)
     staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
     index = small.pop(names.index, None) if entry == names.index else None
-    digest = content_digest([index or b"", *(name.encode() for name in weights)])
+    # Two revisions of another program's checkpoint may have equal indexes.
+    fingerprints = [f"{name} {shard.fingerprint()}".encode() for name, shard in checkpoint.shards.items()]
+    digest = content_digest([config or b"", index or b"", *fingerprints])
     new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
     with save_session(directory, names) as session:
         has_others = superseded_files(session.state, new) or changed_config(session.state, new) is not None
         if not has_others and all(_has_same_bytes(directory, name, source) for name in [*weights, *extras]):
             return
         plan = CommitPlan()
-        state = _free_names(plan, session, checkpoint, overwrite=overwrite)
+        state = _free_names(plan, session, checkpoint, digest, overwrite=overwrite)
         if needs_hard_links(state, new) and not _has_hard_links(session):
             raise _refusal(directory, entry, "another config, on a file system without hard links")
         session.make_folders([*weights, *extras])
@@ -188,9 +190,11 @@ def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> t
 
 
 def _free_names(
-    plan: CommitPlan, session: DirectorySession, checkpoint: OpenCheckpoint, *, overwrite: bool
+    plan: CommitPlan, session: DirectorySession, checkpoint: OpenCheckpoint, digest: str, *, overwrite: bool
 ) -> DirectoryState:
     """Plan to rename old shards that have names of new ones but other contents, and to remove such strays.
+
+    `digest` depends on the new contents.
 
     Returns:
         The state of the directory then.
@@ -209,13 +213,14 @@ def _free_names(
     if (strays and not overwrite) or (old and not _can_rename(session, old)):
         raise _refusal(session.directory, taken[0], "a file of this name with different contents")
     if old:
-        suffix = f"-{secrets.token_hex(_SUFFIX_BYTES)}{SAFETENSORS_SUFFIX}"
-        aside = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}{suffix}" for name in old}
-        raw, _ = read_small(os.path.join(session.directory, names.index), session.directory, MAX_INDEX_BYTES)
+        indexes = dict(_indexes_that_name(old, session))
+        suffix = content_digest([digest.encode(), *indexes.values()])[:_SUFFIX_DIGITS]
+        aside = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}-{suffix}{SAFETENSORS_SUFFIX}" for name in old}
         for name, new in aside.items():
             plan.link(name, new)
         plan.sync()
-        plan.write_small(names.index, _with_names(raw, aside))
+        for name, raw in indexes.items():
+            plan.write_small(name, _with_names(raw, aside))
         plan.sync()
         state = replace(
             state,
@@ -227,14 +232,31 @@ def _free_names(
     return replace(state, listing=state.listing.difference(taken), strays=state.strays - strays)
 
 
-def _can_rename(session: DirectorySession, shards: Collection[str]) -> bool:
-    """Return whether shards are of the checkpoint that every reader finds by its index, and can get a second name."""
+def _indexes_that_name(shards: Collection[str], session: DirectorySession) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the bytes of each index of the checkpoint that is there, if it names one of the shards.
+
+    After a killed commit there may be two, of one save or of two: transformers and huggingface_hub read one each.
+    """
     state = session.state
-    is_read = state.index is not None and state.has_index and not state.has_single and state.weights_override is None
-    return (
-        is_read
-        and state.owned.issuperset(shards)
-        and all(can_link(session.staging, os.path.join(session.directory, name)) for name in shards)
+    indexes = {state.names.index, state.names.hub_index, state.weights_override or ""}
+    for name in sorted(filter(INDEX_FILE.fullmatch, indexes & state.owned)):
+        path = os.path.join(session.directory, name)
+        raw = none_if_damaged(partial(_checked_index, path, session.directory))
+        if raw is not None and not {*CheckpointIndex.from_json(raw, path).weight_map.values()}.isdisjoint(shards):
+            yield name, raw
+
+
+def _checked_index(path: str, directory: str) -> bytes:
+    raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
+    CheckpointIndex.from_json(raw, path)
+    return raw
+
+
+def _can_rename(session: DirectorySession, shards: Collection[str]) -> bool:
+    """Return whether shards are of the checkpoint that is there, by its indexes alone, and can get a second name."""
+    return session.state.owned.issuperset(shards) and all(
+        name.endswith(SAFETENSORS_SUFFIX) and can_link(session.staging, os.path.join(session.directory, name))
+        for name in shards
     )
 
 

@@ -126,6 +126,30 @@ def test_a_pull_that_is_killed_leaves_one_of_the_two_checkpoints(
     assert len(found) > 10
 
 
+def test_another_version_is_pulled_over_what_a_killed_pull_leaves_and_may_be_killed_too(
+    repo: str, tmp_path: Path
+) -> None:
+    third = tmp_path / "third"
+    hfshard.save_state_dict(Three(3.0).state_dict(), third, max_shard_size=1)
+    (third / "config.json").write_text('{"third": true}')
+    hfshard.push_checkpoint(third, tmp_path / "other")
+    by_hfshard(tmp_path / "old")
+    number = 0
+    was_killed = True
+    while was_killed:
+        target = tmp_path / f"target-{number}"
+        shutil.copytree(tmp_path / "old", target)
+        was_killed = pull_and_die(repo, target, number)
+        before = values_by_all(target)
+        pull_and_die(str(tmp_path / "other"), target, 7 * number % 31)
+        assert all(value in (old, 3.0) for value, old in zip(values_by_all(target), before, strict=True))
+        hfshard.pull_checkpoint(str(tmp_path / "other"), target)
+        assert files_of(target) == files_of(third)
+        number += 1
+
+    assert number > 10
+
+
 def test_a_killed_pull_of_a_variant_never_leaves_the_config_of_one_and_the_weights_of_the_other(tmp_path: Path) -> None:
     for folder, value in (("pushed", 2.0), ("old", 1.0)):
         hfshard.save_state_dict(Three(value).state_dict(), tmp_path / folder, max_shard_size=1, variant="fp16")

@@ -147,7 +147,7 @@ def hidden_writes(calls: tuple[Call, ...], root: Path) -> list[Call]:
     for call in calls:
         inside = str(root) in call.text
         shared = call.name == "mmap" and "MAP_SHARED" in call.text and "PROT_WRITE" in call.text
-        clone = call.name == "ioctl" and "FICLONE" in call.text
+        clone = call.name == "ioctl" and "FICLONE" in call.text and " = -1 " not in call.text
         if (inside and (shared or clone)) or call.name.startswith("io_"):
             found.append(call)
     return found

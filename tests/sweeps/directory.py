@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from safetensors.torch import save_file
 
+from hfshard.errors import SaveDirectoryError
 from tests.foreign import like_deepspeed
 from tests.foreign.dcp_files import save_dcp
 from tests.sweeps.child import Aside, Run, traced
@@ -115,7 +116,7 @@ class SavesSuite(TracedSuite[Transition, Baseline]):
     def build(self, transition: Transition, root: Path) -> Path:
         """Save all that was there before, beside the bystanders; build what is saved and expected."""
         directory = root / self.inside
-        for save in (transition.new, transition.next):
+        for save in (*transition.before, transition.new, transition.next):
             if save.by in FROM_ELSEWHERE and not _source_of(save, root.parent).exists():
                 _make_source(save, root, self.writer)
         if transition.before or transition.is_made:
@@ -392,7 +393,7 @@ def _perform(save: Save, directory: Path, target: Target) -> None:
     elif save.by == "stock-killed":
         _leave_strays(save, directory)
     elif save.by in ("reshard", "regroup", *FROM_ELSEWHERE):
-        _reshard(save, directory)
+        _transfer(save, directory)
     elif save.bare:
         target.save_weights(save.content, directory, save.layout)
     else:
@@ -409,22 +410,38 @@ def _leave_strays(save: Save, directory: Path) -> None:
         save_file(tensors, directory / f"model-{number:05d}-of-00009.safetensors", metadata={"format": "pt"})
 
 
-def _reshard(save: Save, directory: Path) -> None:
-    """Re-shard the weights that lie there, or in the directory that `build` made for it."""
+def _transfer(save: Save, directory: Path) -> None:
+    """Re-shard the weights that lie there, or in the directory that `build` made for it; or pull from that one."""
     import hfshard
 
     places = [_source_of(save, above) for above in directory.parents] if save.by in FROM_ELSEWHERE else [directory]
     source = next(place for place in places if place.exists())
+    if save.by == "pull":
+        try:
+            hfshard.pull_checkpoint(source, directory)
+        except SaveDirectoryError:
+            if [*directory.glob("*.safetensors*")]:
+                raise
+            # Before its weights, the config of a killed pull is anyone's; the error says what to do.
+            hfshard.pull_checkpoint(source, directory, overwrite=True)
+        return
     limit = aligned_limit_of(save.content, save.layout)
     only_pickles = False if save.by.startswith("convert-") else None  # as `hfshard convert` does
     hfshard.reshard_checkpoint(source, directory, limit, low_disk=save.by == "regroup", use_safetensors=only_pickles)
 
 
 def _make_source(save: Save, root: Path, target: Target) -> None:
-    """Make the directory that is re-sharded, for all transitions; another process may make it at the same time."""
+    """Make the directory that is read from, for all transitions; another process may make it at the same time."""
+    import hfshard
+
     made = _source_of(save, root)
     if save.by == "reshard-from":
         perform(replace(save, by="target", layout="two"), made, target)
+    elif save.by == "pull":
+        pushed = root / "pushed"
+        perform(replace(save, by="target", killed_at=None), pushed, target)
+        hfshard.push_checkpoint(pushed, made)
+        shutil.rmtree(pushed)
     else:
         _save_in_parts(save, made)
     with suppress(OSError):  # the other process was faster
@@ -433,7 +450,7 @@ def _make_source(save: Save, root: Path, target: Target) -> None:
 
 def _source_of(save: Save, place: Path) -> Path:
     content = save.content
-    return place / f"source-{save.by}-{content.arch}-{content.generation}"
+    return place / f"source-{save.by}-{save.layout}-{content.arch}-{content.generation}"
 
 
 def _save_in_parts(save: Save, directory: Path) -> None:

@@ -19,7 +19,8 @@ class Save:
         by: "target" (who is under test), "transformers", or "bin" (torch.save, as before safetensors). Or no save of
             its own: hfshard's "reshard" of what stands there, its "regroup" (with little disk), or its
             "reshard-from" a directory elsewhere, "convert-dcp" or "convert-deepspeed", of what these saved in parts;
-            "stock-killed": shards of a stock save that did not get to its index.
+            "pull", of what was pushed to a hub in a directory. "stock-killed": shards of a stock save that did not get
+            to its index.
         variant: The argument of `save_pretrained`.
         bare: A state dict without a model: no config.json.
         without_links: On a file system that has no hard links.
@@ -94,7 +95,7 @@ class Transition:
         return tuple(found)
 
 
-FROM_ELSEWHERE = ("reshard-from", "convert-dcp", "convert-deepspeed")
+FROM_ELSEWHERE = ("reshard-from", "convert-dcp", "convert-deepspeed", "pull")
 """Saves of what stands in another directory."""
 
 WORDS = {"single": "single", "three": "sharded"}
@@ -273,15 +274,29 @@ def _reshards() -> Iterator[Transition]:
     yield Transition("reshard-over-single", (Save(OTHER, "single"),), Save(two, "three", by="reshard-from"))
     yield Transition("reshard-over-sharded", (Save(OTHER, "three"),), Save(two, "three", by="reshard-from"))
     yield Transition("reshard-over-sharded-to-single", (Save(OTHER, "three"),), Save(two, "single", by="reshard-from"))
-    for by in FROM_ELSEWHERE[1:]:
+    for by in ("convert-dcp", "convert-deepspeed"):
         yield Transition(f"{by}-into-fresh", (), Save(OTHER, "three", by=by), bystanders=())
         yield Transition(f"{by}-over-single", (Save(OTHER, "single"),), Save(two, "three", by=by))
         yield Transition(f"{by}-over-sharded", (Save(OTHER, "three"),), Save(two, "two", by=by))
+
+
+def _pulls() -> Iterator[Transition]:
+    two, three = replace(OTHER, generation=2), replace(OTHER, generation=3)
+    for layout, word in WORDS.items():
+        yield Transition(f"pull-into-fresh->{word}", (), Save(OTHER, layout, by="pull"), bystanders=())
+        for old, old_word in WORDS.items():
+            before = Save(OTHER, old, by="pull")
+            yield Transition(f"pull-{old_word}->{word}", (before,), Save(two, layout, by="pull"))
+    yield Transition("pull-over-save", (Save(OTHER, "three"),), Save(two, "three", by="pull"))
+    for percent in (30, 50, 70, 80, 90):
+        killed = Save(two, "three", by="pull", killed_at=percent / 100)
+        pulls = (Save(OTHER, "three", by="pull"), killed)
+        yield Transition(f"wreck-pull-{percent}", pulls, Save(three, "single", by="pull"))
 
 
 def all_transitions() -> tuple[Transition, ...]:
     """Every transition, in the order of the table."""
     plain = (_fresh, _with_configs, _identical, _other_keys)
     special = (_variants, _wrecks, _strays, _bare, _without_links, _with_generation_config, _plain_modules)
-    makers = (*plain, *special, _reshards)
+    makers = (*plain, *special, _reshards, _pulls)
     return tuple(transition for make in makers for transition in make())
