@@ -238,18 +238,19 @@ def _indexes_that_name(shards: Collection[str], session: DirectorySession) -> It
     After a killed commit there may be two, of one save or of two: transformers and huggingface_hub read one each.
     """
     state = session.state
-    indexes = {state.names.index, state.names.hub_index, state.weights_override or ""}
+    names = state.names
+    indexes = {names.index, names.hub_index, names.bin_index, state.weights_override or ""}
     for name in sorted(filter(INDEX_FILE.fullmatch, indexes & state.owned)):
-        path = os.path.join(session.directory, name)
-        raw = none_if_damaged(partial(_checked_index, path, session.directory))
-        if raw is not None and not {*CheckpointIndex.from_json(raw, path).weight_map.values()}.isdisjoint(shards):
+        raw, files = none_if_damaged(partial(_read_index, session.directory, name)) or (b"", ())
+        if not {*files}.isdisjoint(shards):
             yield name, raw
 
 
-def _checked_index(path: str, directory: str) -> bytes:
+def _read_index(directory: str, name: str) -> tuple[bytes, Collection[str]]:
+    """Return the bytes of an index, and the files that it names."""
+    path = os.path.join(directory, name)
     raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
-    CheckpointIndex.from_json(raw, path)
-    return raw
+    return raw, CheckpointIndex.from_json(raw, path).weight_map.values()
 
 
 def _can_rename(session: DirectorySession, shards: Collection[str]) -> bool:
