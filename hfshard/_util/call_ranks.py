@@ -20,6 +20,10 @@ _GIVEN: Final[ContextVar[dist.ProcessGroup | None]] = ContextVar("hfshard_proces
 """The process group of this thread's call; None: it has the ranks of the default one."""
 
 
+WAITS_FOR_OTHERS: Final[ContextVar[bool]] = ContextVar("hfshard_waits_for_others", default=True)
+"""Whether this thread's calls wait for ranks that they do not need; False where the others are known not to call."""
+
+
 @contextmanager
 def among(process_group: dist.ProcessGroup | None) -> Iterator[None]:
     """Give the calls in the block the ranks of a process group.

@@ -15,7 +15,7 @@ from typing import Any, Final, Self, TypeVar
 
 import torch.distributed as dist
 
-from hfshard._util.call_ranks import Role, Session, call_ranks, has_other_ranks
+from hfshard._util.call_ranks import WAITS_FOR_OTHERS, Role, Session, call_ranks, has_other_ranks
 from hfshard._util.text import describe_error
 from hfshard.distributed import liveness
 from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, open_group_store
@@ -51,7 +51,8 @@ def session(
             lasts at a time; a rank that names another call is in another session.
         needs_all: Whether the call needs all ranks, for example because this one has only part of a tensor.
         may_join: False: the rank does not take part, and no other waits for it, unless it `needs_all`.
-        wait_seconds: How long the first one waits for ranks that are not needed; None: `WAIT_SECONDS`.
+        wait_seconds: How long the first one waits for ranks that are not needed; None: `WAIT_SECONDS`, or not at all
+            without `WAITS_FOR_OTHERS`.
         timeout_seconds: How long it waits for ranks that are needed, which may still compute or load data; None: as
             long as the process group waits for a rank in a collective, `init_process_group(timeout=)`.
         death_seconds: A rank without a beat for longer counts as dead.
@@ -77,7 +78,8 @@ def session(
             store.add(f"{key}/declined/{rank}", 1)
             yield GroupSession(f"{key}/none", (), rank, store=store)
             return
-        wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
+        if wait_seconds is None:
+            wait_seconds = WAIT_SECONDS if WAITS_FOR_OTHERS.get() else 0.0
         timeout_seconds = liveness.group_timeout_seconds() if timeout_seconds is None else timeout_seconds
         with _turn(call, key, timeout_seconds):
             while True:

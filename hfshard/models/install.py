@@ -64,6 +64,8 @@ _PATCHED: Final = {
     "accelerate.accelerator": _Patched("Accelerator", ("save_model",), _of_accelerate),
 }
 """Module -> the class in it."""
+_OF_BASES: Final[dict[type, _Patched]] = {}
+"""What was found in the modules: a library may have replaced a class by one of another name."""
 
 
 def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256", quiet: bool = False) -> Installation:
@@ -139,9 +141,10 @@ def _put_in_place() -> None:
 
 def _wrap_methods(module: ModuleType) -> None:
     patched = _PATCHED[module.__name__]
-    base: Any = vars(module).get(patched.name)
+    base: Any = vars(module).get(patched.name, object)
+    _OF_BASES[base] = patched
     for method in patched.methods:
-        if method in vars(base or object):
+        if method in vars(base):
             patch_method(base, method)
 
 
@@ -151,7 +154,7 @@ def _stand_in() -> HandlerLookup | None:
         return None
 
     def answer(base: type, method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        patched = next(one for one in _PATCHED.values() if one.name == base.__name__)
+        patched = _OF_BASES.get(base, _PATCHED["transformers.modeling_utils"])
         with use_settings(settings):
             return patched.handlers()[method](settings, target, *args, **kwargs)
 

@@ -118,16 +118,11 @@ def leaves_save(place: Place, options: SaveOptions, is_part: Callable[[], bool],
     """Return whether this rank leaves a save to others, which then do not wait for it: `is_part` is then false."""
     if is_main_process or options.is_collective or is_part():
         return False
-    leave_save(place)
-    return True
-
-
-def leave_save(place: Place) -> None:
-    """Leave a save to other ranks, if there are any: they do not wait for this one."""
     if has_other_ranks():
         from hfshard.distributed.save_on_ranks import leave_to_others
 
         leave_to_others(place)
+    return True
 
 
 def require_whole_tensors(request: SaveRequest) -> SaveRequest:

@@ -7,13 +7,16 @@ saves alone does not wait for the others. Everything else stays theirs.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
+from hfshard._util.call_ranks import WAITS_FOR_OTHERS
+from hfshard._util.threads import bound
 from hfshard.errors import UnstorableTensorError
 from hfshard.models.install_settings import Settings
-from hfshard.models.module_weights import abort_peers_on_error, leave_save, save_module, stock_shard_size
+from hfshard.models.module_weights import abort_peers_on_error, save_module, stock_shard_size
 from hfshard.models.patching import is_pretrained, upstream
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
@@ -30,14 +33,13 @@ def save_trained(_: Settings, trainer: Any, /, output_dir: str | None = None, _i
     from hfshard.models.model_classes import has_adapters
 
     model, arguments = trainer.model, trainer.args
-    is_theirs = arguments.save_on_each_node or type(trainer)._save is not Trainer._save
-    is_plain = is_pretrained(model) and not has_adapters(model)
-    directory = arguments.output_dir if output_dir is None else output_dir
-    if is_theirs or not is_plain or not _has_known_parts(model):
-        if is_plain and not (arguments.should_save or arguments.save_on_each_node):
-            leave_save(place_to_save(directory))
-        upstream("save_model", type(trainer))(trainer, output_dir, _internal_call)
+    is_theirs = arguments.save_on_each_node or getattr(trainer._save, "__func__", None) is not Trainer._save
+    if is_theirs or not is_pretrained(model) or has_adapters(model) or not _has_known_parts(model):
+        is_one_rank = not is_theirs and not getattr(trainer, "is_distributed_loading_by_transformers", False)
+        with bound(WAITS_FOR_OTHERS, False) if is_one_rank else nullcontext():
+            upstream("save_model", type(trainer))(trainer, output_dir, _internal_call)
         return
+    directory = arguments.output_dir if output_dir is None else output_dir
     if arguments.should_save:
         with abort_peers_on_error(place_to_save(directory), lambda: True):
             os.makedirs(directory, exist_ok=True)  # which `_save` does before the other ranks are met
