@@ -93,7 +93,7 @@ def write_shards(
         checksum=checksum,
         progress_callback=progress_callback,
         background=threads > 1,
-        hash_apart=threads > 1 and 2 * len(jobs) <= (os.cpu_count() or 1),
+        hash_apart=threads > 1 and 2 * len(jobs) <= (os.cpu_count() or 1),  # else the files keep all cores busy
     )
     return run_in_threads(write, jobs, threads)
 
