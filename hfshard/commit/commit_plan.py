@@ -54,16 +54,16 @@ def needs_hard_links(old: DirectoryState, new: StagedCheckpoint) -> bool:
 
 def _into_empty(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
     """Commit into a directory without weights. There is nothing to protect, but half a save must not load."""
-    # Announce: index and config come before the weights that they name, so that half a save is an error to every
+    # Announce: config and index come before the weights that they name, so that half a save is an error to every
     # reader. Without the index, huggingface_hub would take the first of three shards for the complete checkpoint; and
-    # a pull would take the config for the user's own.
+    # a pull would take the other files for the user's own.
+    config = changed_config(old, new)
+    if config is not None:
+        put_config(plan, new, config)
     if new.index is not None:
         plan.write_small(old.names.index, new.index)
     elif old.strays:  # next to them, huggingface_hub needs an index that names the file that counts
         plan.write_small(old.names.index, compat_index(new.keys, old.names.single))
-    config = changed_config(old, new)
-    if config is not None:
-        put_config(plan, new, config)
     for name, content in new.model_files.items():
         plan.write_small(name, content)
     plan.rename(new.companion_files)

@@ -6,9 +6,10 @@ import filecmp
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -210,17 +211,17 @@ def _free_names(
     taken = _taken(session, checkpoint)
     strays = state.strays.intersection(taken)
     old = [name for name in taken if name not in strays]
-    if (strays and not overwrite) or (old and not _can_rename(session, old)):
+    indexes = _own_indexes(session) if old else {}
+    if (strays and not overwrite) or (old and not _can_rename(session, old, indexes)):
         raise _refusal(session.directory, taken[0], "a file of this name with different contents")
     if old:
-        indexes = dict(_indexes_that_name(old, session))
-        suffix = content_digest([digest.encode(), *indexes.values()])[:_SUFFIX_DIGITS]
-        aside = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}-{suffix}{SAFETENSORS_SUFFIX}" for name in old}
+        aside = _names_aside(old, digest, state)
         for name, new in aside.items():
             plan.link(name, new)
         plan.sync()
-        for name, raw in indexes.items():
-            plan.write_small(name, _with_names(raw, aside))
+        for name, index in indexes.items():
+            if index is not None and not index.files.isdisjoint(old):
+                plan.write_small(name, _with_names(index.raw, aside))
         plan.sync()
         state = replace(
             state,
@@ -232,33 +233,51 @@ def _free_names(
     return replace(state, listing=state.listing.difference(taken), strays=state.strays - strays)
 
 
-def _indexes_that_name(shards: Collection[str], session: DirectorySession) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the bytes of each index of the checkpoint that is there, if it names one of the shards.
+@dataclass(frozen=True, slots=True)
+class _Index:
+    raw: bytes
+    files: frozenset[str]
+    """The files that it names."""
+
+
+def _own_indexes(session: DirectorySession) -> dict[str, _Index | None]:
+    """Read each index by which a reader finds the checkpoint that is there; None for one that can't be rewritten.
 
     After a killed commit there may be two, of one save or of two: transformers and huggingface_hub read one each.
     """
-    state = session.state
-    names = state.names
-    indexes = {names.index, names.hub_index, names.bin_index, state.weights_override or ""}
-    for name in sorted(filter(INDEX_FILE.fullmatch, indexes & state.owned)):
-        raw, files = none_if_damaged(partial(_read_index, session.directory, name)) or (b"", ())
-        if not {*files}.isdisjoint(shards):
-            yield name, raw
+    state, names = session.state, session.state.names
+    found = {names.index, names.hub_index} & state.listing
+    if state.weights_override is not None and names.is_commit_temporary(state.weights_override):
+        found |= set(filter(INDEX_FILE.fullmatch, [state.weights_override]))
+    read = partial(_read_index, session.directory)
+    return {name: none_if_damaged(partial(read, name)) if name in state.owned else None for name in sorted(found)}
 
 
-def _read_index(directory: str, name: str) -> tuple[bytes, Collection[str]]:
-    """Return the bytes of an index, and the files that it names."""
+def _read_index(directory: str, name: str) -> _Index:
     path = os.path.join(directory, name)
     raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
-    return raw, CheckpointIndex.from_json(raw, path).weight_map.values()
+    return _Index(raw, frozenset(CheckpointIndex.from_json(raw, path).weight_map.values()))
 
 
-def _can_rename(session: DirectorySession, shards: Collection[str]) -> bool:
-    """Return whether shards are of the checkpoint that is there, by its indexes alone, and can get a second name."""
-    return session.state.owned.issuperset(shards) and all(
-        name.endswith(SAFETENSORS_SUFFIX) and can_link(session.staging, os.path.join(session.directory, name))
-        for name in shards
+def _can_rename(session: DirectorySession, shards: Collection[str], indexes: Mapping[str, _Index | None]) -> bool:
+    """Return whether shards are of the checkpoint that is there, by these indexes alone, and can get a second name."""
+    known = [index for index in indexes.values() if index is not None]
+    return (
+        len(known) == len(indexes)
+        and session.state.owned.difference({session.state.names.single}).issuperset(shards)
+        and frozenset[str]().union(*(index.files for index in known)).issuperset(shards)
+        and all(can_link(session.staging, os.path.join(session.directory, name)) for name in shards)
     )
+
+
+def _names_aside(shards: Collection[str], digest: str, state: DirectoryState) -> dict[str, str]:
+    """Choose names for shards that no file has, and no index names."""
+    for number in count():
+        suffix = f"-{content_digest([digest.encode(), b'%d' % number])[:_SUFFIX_DIGITS]}{SAFETENSORS_SUFFIX}"
+        found = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}{suffix}" for name in shards}
+        if (state.listing | state.referenced).isdisjoint(found.values()):
+            break
+    return found
 
 
 def _has_hard_links(session: DirectorySession) -> bool:

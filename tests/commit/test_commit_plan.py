@@ -54,7 +54,7 @@ def new_checkpoint(
 CASES = {
     # Nothing there: config and index before what they name, so that half a save is an error to every reader.
     ("none", "single", "same"): "+config.json | !model.safetensors |",
-    ("none", "sharded", "same"): f"+{INDEX} +config.json | {FIRST_NEW_SHARDS} !model-00003-of-00003.safetensors |",
+    ("none", "sharded", "same"): f"+config.json +{INDEX} | {FIRST_NEW_SHARDS} !model-00003-of-00003.safetensors |",
     # The config stays: the index, or the single file; where readers look at both, the second one commits.
     ("sharded", "sharded", "same"): f"{NEW_SHARDS} | !{INDEX} | {OLD_SHARDS} |",
     ("single", "sharded", "same"): f"+{INDEX} | {NEW_SHARDS} | ?{INDEX} | !-model.safetensors |",

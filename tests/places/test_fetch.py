@@ -52,11 +52,11 @@ def by_hfshard(directory: Path) -> None:
     (directory / "config.json").write_text('{"new": false}')
 
 
-def by_others(directory: Path) -> None:
+def by_others(directory: Path, value: float = 1.0) -> None:
     """The same, as other programs do: without checksums."""
     directory.mkdir()
     names = {key: f"model-0000{number}-of-00003.safetensors" for number, key in enumerate("abc", 1)}
-    for key, tensor in Three(1.0).state_dict().items():
+    for key, tensor in Three(value).state_dict().items():
         save_file({key: tensor}, directory / names[key])
     (directory / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": 1356, "tied": "a"}, "weight_map": names})
@@ -148,6 +148,62 @@ def test_another_version_is_pulled_over_what_a_killed_pull_leaves_and_may_be_kil
         number += 3
 
     assert number > 10
+
+
+def killed_when(repo: str, old: Path, place: Path, is_wanted: Callable[[Path], bool]) -> Path:
+    """Copies of a directory, into which a pull is killed at one call after the other, until one is as wanted."""
+    for number in range(60):
+        target = place / f"{old.name}-{number}"
+        shutil.copytree(old, target)
+        pull_and_die(repo, target, number)
+        if is_wanted(target):
+            return target
+    raise AssertionError("no call leaves what is wanted")
+
+
+def test_shards_get_names_that_no_earlier_killed_pull_has_given(repo: str, tmp_path: Path) -> None:
+    by_others(tmp_path / "old")
+    by_others(tmp_path / "third", 3.0)  # with an index of the same bytes
+    (tmp_path / "third" / "config.json").write_text('{"third": true}')
+    hfshard.push_checkpoint(tmp_path / "third", tmp_path / "other")
+    index = "model.safetensors.index.json"
+
+    def is_aside(target: Path) -> bool:
+        return (target / index).read_bytes() != (tmp_path / "old" / index).read_bytes()
+
+    def is_between(target: Path) -> bool:
+        config = (target / "config.json").read_text()
+        return "third" in config and "transformers_weights" in config
+
+    first = killed_when(repo, tmp_path / "old", tmp_path, is_aside)
+    second = killed_when(str(tmp_path / "other"), first, tmp_path, is_between)
+    number = 0
+    was_killed = True
+    while was_killed:
+        target = tmp_path / f"target-{number}"
+        shutil.copytree(second, target)
+        was_killed = pull_and_die(repo, target, number)
+        values_by_all(target)  # of one save each
+        number += 2
+    assert files_of(target) == files_of(tmp_path / "pushed")
+
+
+@pytest.mark.parametrize("word", ["named", "damaged"])
+def test_shards_of_an_index_that_cannot_be_rewritten_stay(word: str, repo: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    by_others(target)
+    index = "model.safetensors.index.json"
+    if word == "named":
+        (target / "config.json").write_text(json.dumps({"transformers_weights": index}))
+    else:  # as hfshard reads it; others find the shards
+        read = json.loads((target / index).read_text())
+        (target / index).write_text(json.dumps({**read, "metadata": {"hfshard": 1}}))
+    before = files_of(target)
+
+    with pytest.raises(SaveDirectoryError):
+        hfshard.pull_checkpoint(repo, target)
+
+    assert files_of(target) == before
 
 
 def test_a_killed_pull_of_a_variant_never_leaves_the_config_of_one_and_the_weights_of_the_other(tmp_path: Path) -> None:
