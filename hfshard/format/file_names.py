@@ -74,6 +74,10 @@ class WeightNames:
         """Return a temporary name for an index during a commit; `digest` is hex, from its content."""
         return f"{self.unique_single(digest)}{INDEX_SUFFIX}"
 
+    def renamed_shard(self, name: str, digest: str) -> str:
+        """Return a temporary name for an old shard while it is being replaced; `digest` is hex."""
+        return f"{name.removesuffix(SAFETENSORS_SUFFIX)}-{digest[:16]}{SAFETENSORS_SUFFIX}"
+
     def is_shard(self, name: str) -> bool:
         """Return whether a file is named like a shard of this checkpoint, with or without a save's number and id."""
         return self._shard.fullmatch(name) is not None

@@ -141,7 +141,9 @@ def _put_in_place() -> None:
 
 def _wrap_methods(module: ModuleType) -> None:
     patched = _PATCHED[module.__name__]
-    base: Any = vars(module).get(patched.name, object)
+    base: Any = vars(module).get(patched.name)
+    if base is None:
+        return
     _OF_BASES[base] = patched
     for method in patched.methods:
         if method in vars(base):

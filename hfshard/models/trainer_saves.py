@@ -7,7 +7,6 @@ saves alone does not wait for the others. Everything else stays theirs.
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -36,7 +35,7 @@ def save_trained(_: Settings, trainer: Any, /, output_dir: str | None = None, _i
     is_theirs = arguments.save_on_each_node or getattr(trainer._save, "__func__", None) is not Trainer._save
     if is_theirs or not is_pretrained(model) or has_adapters(model) or not _has_known_parts(model):
         is_one_rank = not is_theirs and not getattr(trainer, "is_distributed_loading_by_transformers", False)
-        with bound(WAITS_FOR_OTHERS, False) if is_one_rank else nullcontext():
+        with bound(WAITS_FOR_OTHERS, not is_one_rank):
             upstream("save_model", type(trainer))(trainer, output_dir, _internal_call)
         return
     directory = arguments.output_dir if output_dir is None else output_dir

@@ -28,7 +28,7 @@ from hfshard.commit.commit_plan import (
 )
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.directory_state import DirectoryState, none_if_damaged, reject_hub_directory
-from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
+from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import can_link, write_file
 from hfshard.disk.safe_open import read_small
@@ -120,9 +120,6 @@ def _sizes_in(directory: str) -> dict[str, int]:
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """Files that only the Hub needs."""
 
-_SUFFIX_DIGITS: Final = 16
-"""Hex digits in the temporary names of old shards, as in the names of shards in a store."""
-
 
 def copy_to_directory(
     checkpoint: OpenCheckpoint, directory: str, companions: Collection[str], *, overwrite: bool = False
@@ -212,7 +209,7 @@ def _free_names(
     strays = state.strays.intersection(taken)
     old = [name for name in taken if name not in strays]
     indexes = _own_indexes(session) if old else {}
-    if (strays and not overwrite) or (old and not _can_rename(session, old, indexes)):
+    if (strays and not overwrite) or indexes is None or (old and not _can_rename(session, old, indexes)):
         raise _refusal(session.directory, taken[0], "a file of this name with different contents")
     if old:
         aside = _names_aside(old, digest, state)
@@ -220,7 +217,7 @@ def _free_names(
             plan.link(name, new)
         plan.sync()
         for name, index in indexes.items():
-            if index is not None and not index.files.isdisjoint(old):
+            if not index.files.isdisjoint(old):
                 plan.write_small(name, _with_names(index.raw, aside))
         plan.sync()
         state = replace(
@@ -240,17 +237,23 @@ class _Index:
     """The files that it names."""
 
 
-def _own_indexes(session: DirectorySession) -> dict[str, _Index | None]:
-    """Read each index by which a reader finds the checkpoint that is there; None for one that can't be rewritten.
+def _own_indexes(session: DirectorySession) -> dict[str, _Index] | None:
+    """Read each index by which a reader finds the checkpoint that is there; None if one of them can't be rewritten.
 
     After a killed commit there may be two, of one save or of two: transformers and huggingface_hub read one each.
     """
     state, names = session.state, session.state.names
+    override = state.weights_override
     found = {names.index, names.hub_index} & state.listing
-    if state.weights_override is not None and names.is_commit_temporary(state.weights_override):
-        found |= set(filter(INDEX_FILE.fullmatch, [state.weights_override]))
-    read = partial(_read_index, session.directory)
-    return {name: none_if_damaged(partial(read, name)) if name in state.owned else None for name in sorted(found)}
+    if override is not None and names.is_commit_temporary(override) and INDEX_FILE.fullmatch(override):
+        found.add(override)
+    indexes = {}
+    for name in sorted(found):
+        index = none_if_damaged(partial(_read_index, session.directory, name)) if name in state.owned else None
+        if index is None:
+            return None
+        indexes[name] = index
+    return indexes
 
 
 def _read_index(directory: str, name: str) -> _Index:
@@ -259,25 +262,20 @@ def _read_index(directory: str, name: str) -> _Index:
     return _Index(raw, frozenset(CheckpointIndex.from_json(raw, path).weight_map.values()))
 
 
-def _can_rename(session: DirectorySession, shards: Collection[str], indexes: Mapping[str, _Index | None]) -> bool:
+def _can_rename(session: DirectorySession, shards: Collection[str], indexes: Mapping[str, _Index]) -> bool:
     """Return whether shards are of the checkpoint that is there, by these indexes alone, and can get a second name."""
-    known = [index for index in indexes.values() if index is not None]
     return (
-        len(known) == len(indexes)
-        and session.state.owned.difference({session.state.names.single}).issuperset(shards)
-        and frozenset[str]().union(*(index.files for index in known)).issuperset(shards)
+        session.state.owned.difference({session.state.names.single}).issuperset(shards)
+        and frozenset[str]().union(*(index.files for index in indexes.values())).issuperset(shards)
         and all(can_link(session.staging, os.path.join(session.directory, name)) for name in shards)
     )
 
 
 def _names_aside(shards: Collection[str], digest: str, state: DirectoryState) -> dict[str, str]:
     """Choose names for shards that no file has, and no index names."""
-    for number in count():
-        suffix = f"-{content_digest([digest.encode(), b'%d' % number])[:_SUFFIX_DIGITS]}{SAFETENSORS_SUFFIX}"
-        found = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}{suffix}" for name in shards}
-        if (state.listing | state.referenced).isdisjoint(found.values()):
-            break
-    return found
+    digests = (content_digest([digest.encode(), b"%d" % number]) for number in count())
+    choices = ({name: state.names.renamed_shard(name, one) for name in shards} for one in digests)
+    return next(found for found in choices if (state.listing | state.referenced).isdisjoint(found.values()))
 
 
 def _has_hard_links(session: DirectorySession) -> bool:

@@ -30,6 +30,9 @@ def test_names_of_a_commit_under_way() -> None:
     assert names.placeholder == "model-hfshard-placeholder.safetensors"
     for name in (names.placeholder, names.unique_single("a" * 16), names.unique_index("b" * 16)):
         assert names.is_commit_temporary(name)
+    renamed = names.renamed_shard("model-00001-of-00002.safetensors", "0123456789abcdef99")
+    assert renamed == "model-00001-of-00002-0123456789abcdef.safetensors"
+    assert names.is_renamed_shard(renamed)
 
 
 def test_names_of_files_that_were_synced_from_a_store() -> None:
