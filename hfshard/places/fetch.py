@@ -209,9 +209,9 @@ def _free_names(
     strays = state.strays.intersection(taken)
     old = [name for name in taken if name not in strays]
     indexes = _own_indexes(session) if old else {}
-    if (strays and not overwrite) or indexes is None or (old and not _can_rename(session, old, indexes)):
+    if (strays and not overwrite) or (old and not _can_rename(session, old, indexes)):
         raise _refusal(session.directory, taken[0], "a file of this name with different contents")
-    if old:
+    if old and indexes:
         aside = _names_aside(old, digest, state)
         for name, new in aside.items():
             plan.link(name, new)
@@ -262,10 +262,11 @@ def _read_index(directory: str, name: str) -> _Index:
     return _Index(raw, frozenset(CheckpointIndex.from_json(raw, path).weight_map.values()))
 
 
-def _can_rename(session: DirectorySession, shards: Collection[str], indexes: Mapping[str, _Index]) -> bool:
+def _can_rename(session: DirectorySession, shards: Collection[str], indexes: Mapping[str, _Index] | None) -> bool:
     """Return whether shards are of the checkpoint that is there, by these indexes alone, and can get a second name."""
     return (
-        session.state.owned.difference({session.state.names.single}).issuperset(shards)
+        indexes is not None
+        and session.state.owned.difference({session.state.names.single}).issuperset(shards)
         and frozenset[str]().union(*(index.files for index in indexes.values())).issuperset(shards)
         and all(can_link(session.staging, os.path.join(session.directory, name)) for name in shards)
     )
