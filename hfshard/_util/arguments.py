@@ -252,10 +252,10 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
             path=shown,
         )
     odd = next((part for part in parts if part in (os.curdir, os.pardir) or not part.isprintable()), None)
-    if odd is not None or "?" in rest or "@" in parts[0]:
+    if odd is not None or "?" in rest or "\\" in rest or "@" in parts[0]:
         raise InvalidPathError(
-            f"{argument}={shown!r} is not a valid address. Write {_FORMS[scheme]}, without '.', '..', credentials, "
-            "queries or control characters.",
+            f"{argument}={shown!r} is not a valid address. Write {_FORMS[scheme]}, without '.', '..', backslashes, "
+            "credentials, queries or control characters.",
             path=shown,
         )
     return StoreAddress(scheme, parts[0], "/".join(parts[1:]))

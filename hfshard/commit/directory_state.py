@@ -80,13 +80,8 @@ class DirectoryState:
 
     @property
     def shares_config(self) -> bool:
-        """True if config.json cannot lead to this checkpoint alone: it is a variant next to others, or of diffusers."""
-        if self.names.variant is None or self.names.base != MODEL_BASE:
-            return self.names.base != MODEL_BASE
-        names = self.names
-        mine = {names.single, names.index, names.hub_index, names.bin_single, names.bin_index, self.weights_override}
-        weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
-        return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
+        """True if config.json is not this checkpoint's alone; see `is_config_shared`."""
+        return is_config_shared(self.names, self.listing - self.owned - {self.weights_override})
 
     def has(self, name: str) -> bool:
         """Return whether a file exists, directly in the directory or in a folder of it."""
@@ -95,6 +90,22 @@ class DirectoryState:
     def single_keys(self) -> list[str]:
         """List the tensor names in `model.safetensors`; empty if it is damaged or missing."""
         return _read_shard(self.directory, self.names.single, lambda shard: list(shard.header.tensors)) or []
+
+
+_WEIGHTS: Final = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
+
+
+def is_config_shared(names: WeightNames, others: Iterable[str]) -> bool:
+    """Return whether config.json cannot lead to a checkpoint alone: it is a variant next to others, or of diffusers.
+
+    Args:
+        names: Names of the checkpoint's files.
+        others: The files of the place without those of its shards and indexes that belong to it.
+    """
+    if names.variant is None or names.base != MODEL_BASE:
+        return names.base != MODEL_BASE
+    mine = {names.single, names.index, names.hub_index, names.bin_single, names.bin_index}
+    return any(_WEIGHTS.fullmatch(name) for name in others if name not in mine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from hfshard.errors import (
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, md5_of
 from hfshard.format.stored_save import (
+    BEFORE_ALL,
     INLINED_BYTES,
     SaveId,
     StoredObjectRecord,
@@ -207,6 +208,11 @@ class SaveObjects:
         if highest > self.save_id:
             raise overtaken(self.store) from error
 
+    def lost_among(self, found: Collection[str]) -> list[str]:
+        """List the objects of this save that a listing from after its index lacks, the index first."""
+        own = map(self.save_id.object_name, [self.entry, *self.digests, *self._objects])
+        return [name for name in own if name not in found]
+
 
 def with_index(plan: ShardPlan, names: WeightNames) -> ShardPlan:
     """Return a plan whose files an index names, even if there is only one."""
@@ -221,6 +227,16 @@ def overtaken(store: Store) -> RemoteChangedError:
     return RemoteChangedError(
         f"Another process saved to '{address}' at the same time, and its checkpoint is the newer one. "
         "To replace it, save again.",
+        path=address,
+    )
+
+
+def lost(store: Store, names: Sequence[str]) -> RemoteChangedError:
+    """Return the error for a save of which something else has deleted objects before it was finished."""
+    address = str(store.address)
+    return RemoteChangedError(
+        f"Objects of this save in '{address}' were deleted while it ran, as by a lifecycle rule or 'hfshard remove': "
+        f"{shorten_list(names, _SHOWN, quote=True)}. The earlier checkpoint stays. Save again.",
         path=address,
     )
 
@@ -450,7 +466,7 @@ class _StoreBefore:
 
     def drops_plain_config(self) -> bool:
         """Return whether the save removes a config.json that is there."""
-        return self.new.drops_config and CONFIG_NAME in self.state.found
+        return self.new.drops_config and CONFIG_NAME in self.state.found and not self.state.shares_config
 
     def replaced_below(self) -> list[str]:
         """List the objects of saves in folders for which this one has other weights, under plain file names."""
@@ -553,6 +569,9 @@ class StoreTransaction:
                 found, highest = self._put_copies()
                 if highest > self._objects.save_id:
                     raise overtaken(self._store)
+                if gone := self._objects.lost_among(found):
+                    self._withdraw()
+                    raise lost(self._store, gone)
                 self._delete_lower(found)
         except (StoreError, RemoteChangedError) as error:
             return self._accept_same(index, error)
@@ -653,6 +672,14 @@ class StoreTransaction:
             except BaseException:
                 writer.abort()
                 raise
+
+    def _withdraw(self) -> None:
+        """Delete the index of this save, of which objects are missing, and put the copies of the earlier one again."""
+        entry = self._objects.entry
+        self._store.delete([self._objects.save_id.object_name(entry)])
+        _, earlier = settle_copies(self._store, entry, BEFORE_ALL, partial(plain_copies, entry=entry))
+        if earlier == BEFORE_ALL:
+            self._store.delete([entry])
 
     def _delete_lower(self, found: Mapping[str, StoredObject]) -> None:
         """Delete what this save has replaced: earlier saves, complete or not, and uploads of another tool."""

@@ -6,6 +6,7 @@ stores/GUIDE.md for each rule, and for what goes wrong without it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ from typing import Final
 
 from hfshard._util.threads import ForkSafeLock
 from hfshard.checkpoint.ranged_folder import StoreFolder
-from hfshard.commit.directory_state import find_ownership, weights_override_of
+from hfshard.commit.directory_state import find_ownership, is_config_shared, weights_override_of
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     DamagedCheckpointError,
@@ -37,6 +38,8 @@ from hfshard.format.stored_save import (
 )
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.store import Store, StoredObject
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +72,36 @@ class StoreState:
         is_alone = self.save is not None and own_saves(self.found, self.names) == {self.save.save_id}
         return is_alone and not self.uploaded
 
+    @property
+    def shares_config(self) -> bool:
+        """True if config.json is not this checkpoint's alone; see `is_config_shared`."""
+        own = own_saves(self.found, self.names)
+        others = [name for name in self.found.keys() - self.uploaded if save_in_name(name) not in own]
+        splits = {name: split_object_name(name) for name in others}
+        return is_config_shared(self.names, [name if split is None else split[0] for name, split in splits.items()])
+
     def known_shards(self) -> dict[str, KnownShard]:
         """Return the shards that can be copied, as `known_shards` does."""
         return {} if self.save is None or self.index is None else known_shards(self.save, self.index.files, self.found)
 
     def kept_files(self, own: Collection[str]) -> dict[str, bytes]:
-        """Return the newest save's small files that a new save with its `own` ones keeps, with a user's edits."""
+        """Return the newest save's small files that a new save with its `own` ones keeps, with a user's edits.
+
+        Of one whose object is lost or damaged, the plain copy is kept; without one, it is dropped, with a warning.
+        """
         if self.save is None:
             return {}
-        kept = (self.save.small_files.keys() | self.save.large_files) - {self.names.index} - set(own)
-        return {name: self.folder.read_small(name, MAX_INDEX_BYTES) for name in sorted(kept)}
+        kept = {}
+        for name in sorted((self.save.small_files.keys() | self.save.large_files) - {self.names.index} - set(own)):
+            try:
+                raw: bytes | None = self.folder.read_small(name, MAX_INDEX_BYTES)
+            except DamagedCheckpointError as error:
+                raw = _readable(self.folder.as_listed(), name)
+                what = "is dropped" if raw is None else "is replaced by its plain copy"
+                logger.warning("'%s' of the earlier save %s: %s", name, what, error)
+            if raw is not None:
+                kept[name] = raw
+        return kept
 
     def replaced_files(self, names: Collection[str]) -> dict[str, str]:
         """Return the sha256 of the plain objects that copies of small files will replace."""

@@ -86,6 +86,10 @@ class SaveId:
         return f"{folder}{slash}{stem}-{self}.{suffix}" if dot and stem else f"{file}-{self}"
 
 
+BEFORE_ALL: Final = SaveId(0, "")
+"""Lower than every save."""
+
+
 def split_object_name(name: str) -> tuple[str, SaveId] | None:
     """Split an object's name into the file's usual name and the save that it belongs to.
 

@@ -54,7 +54,7 @@ def push_parts(
             return [push_files(pushed, repo_id)]
 
         target = HubTransaction(save.new, push)
-        save.into(target, SourceUnchangedCheck(checkpoint, is_in_place=False))
+        save.into(target, SourceUnchangedCheck(checkpoint))
     return target.results[0]
 
 

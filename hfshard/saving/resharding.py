@@ -153,7 +153,7 @@ def reshard_source(
         if not was_compared:
             logger.info("'%s' has no checksums: only its structure was checked.", checkpoint.weights_path)
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
-        check: Callable[[], None] = SourceUnchangedCheck(checkpoint, is_in_place=is_in_place)
+        check: Callable[[], None] = SourceUnchangedCheck(checkpoint)
         if not overwrite:
             request, check = _without_own_files(request, target, check)
         index = save(request, target, check)
@@ -472,17 +472,11 @@ def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:
 
 
 class SourceUnchangedCheck:
-    """A check, called before the commit, that no other process has changed the source since this was created.
+    """A check, called before the commit, that no other process has changed the source since this was created."""
 
-    A store that is resharded in place is checked once, by the first call: after that, the save itself changes it, and
-    commits only on top of the state that it has seen.
-    """
-
-    def __init__(self, checkpoint: OpenCheckpoint, *, is_in_place: bool) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._identities = _identities_of(checkpoint)
-        self._looks_once = is_in_place and not checkpoint.folder.traits.is_directory
-        self._has_looked = False
 
     def __call__(self) -> None:
         """Check the source.
@@ -490,9 +484,6 @@ class SourceUnchangedCheck:
         Raises:
             CheckpointChangedError: A file is missing, or was replaced.
         """
-        if self._has_looked and self._looks_once:
-            return
-        self._has_looked = True
         try:
             found = {path: identity_of(os.stat(path)) for path in self._identities}
         except OSError as error:

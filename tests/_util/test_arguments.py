@@ -358,6 +358,7 @@ def test_an_address_is_split_and_shown_in_one_form(text: str, address: StoreAddr
         ("s3a://bucket/p", "has an unsupported scheme. Write 's3://bucket/p'"),
         ("s3://bucket/../other", "is not a valid address"),
         ("s3://bucket/a\nb", "is not a valid address"),
+        ("az://container/a\\b", "is not a valid address"),
     ],
 )
 def test_what_is_no_address_of_a_store_is_refused(text: str, problem: str) -> None:

@@ -337,7 +337,7 @@ def test_nothing_is_written_or_assigned_of_a_damaged_directory(
 
 def test_a_source_that_changes_is_noticed_before_the_commit(parts: Path) -> None:
     with open_checkpoint(str(parts)) as checkpoint:
-        check = SourceUnchangedCheck(checkpoint, is_in_place=False)
+        check = SourceUnchangedCheck(checkpoint)
         check()
         shutil.copy(parts / "__1_0.distcp", parts / "new")
         os.replace(parts / "new", parts / "__1_0.distcp")

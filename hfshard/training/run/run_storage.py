@@ -37,18 +37,14 @@ class RunTransaction(Transaction, Protocol):
 class RunStorage(Protocol):
     """The directory or store of a run.
 
-    `RunWriter` has one of its own, and acquires it before it changes anything. Readers have another one, which always
-    lists what other processes have saved.
+    `RunWriter` has one of its own, and acquires it before it changes anything. Readers have another one.
     """
 
     root: str
     """The run's directory, or its address."""
 
     def checkpoints(self) -> list[RunCheckpoint]:
-        """List the checkpoints, damaged ones included, as `newest_first` sorts them.
-
-        After a save, its writer's listing may be the one that the save ended with.
-        """
+        """List the checkpoints, damaged ones included, as `newest_first` sorts them."""
 
     def acquire(self) -> bool:
         """Become the only writer, and create what is missing.

@@ -19,7 +19,15 @@ from typing import Any, Final
 from hfshard._util.arguments import parse_address
 from hfshard._util.threads import delay_interrupt
 from hfshard.commit import store_plan
-from hfshard.commit.store_commit import SaveObjects, delete_or_warn, overtaken, put_copies, settle_copies, with_index
+from hfshard.commit.store_commit import (
+    SaveObjects,
+    delete_or_warn,
+    lost,
+    overtaken,
+    put_copies,
+    settle_copies,
+    with_index,
+)
 from hfshard.commit.store_plan import KnownShard, highest_index, known_shards
 from hfshard.commit.transaction import JobsOf
 from hfshard.constants import INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -103,13 +111,16 @@ class RunStore:
         return open_store(self._address)
 
     def checkpoints(self) -> list[RunCheckpoint]:
-        """List the run in full with one request or a few, or what the last save saw. Manifests are read on demand.
+        """List the run in full, with one request or a few. Manifests are read on demand.
 
         Raises:
             StoreError: The store refused or failed.
         """
-        seen = self._seen if self.is_acquired else None
-        return self._checkpoints_in(self.listed_folders() if seen is None else seen.folders)
+        folders = self.listed_folders()
+        if self._seen is not None and self.is_acquired:
+            self._seen.folders.clear()
+            self._seen.folders.update((folder, dict(files)) for folder, files in folders.items())
+        return self._checkpoints_in(folders)
 
     @property
     def is_acquired(self) -> bool:
@@ -159,6 +170,9 @@ class RunStore:
             found = self._put_copies(objects)
             marks = self.listed_marks()
             self._reject_overtaken(objects, marks, found)
+            if gone := objects.lost_among(found):
+                self._withdraw_incomplete(objects, found)
+                raise lost(objects.store, gone)
             seen.folders[objects.folder] = found
             self._delete_lower(seen, objects, marks, bases)
         except StoreError as error:

@@ -304,10 +304,11 @@ def test_requests_of_saves_and_questions_are_few(run: BucketRun, proxy: FaultPro
 
     with CheckpointManager(run.root, max_to_keep=2) as manager:
         save_steps(manager, 3)
-        assert asked(proxy) == f"{later} delete_many"  # this process has put the manifest, by which shards are compared
+        # This process has put the manifest, by which shards are compared; a rotation lists the run.
+        assert asked(proxy) == f"{later} list delete_many"
         store_plan.forget_puts()
         save_steps(manager, 4)
-        assert asked(proxy) == later.replace("put", "put get", 1) + " delete_many"
+        assert asked(proxy) == later.replace("put", "put get", 1) + " list delete_many"
         store_plan.forget_puts()
 
     other = CheckpointManager(run.root)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+import hfshard
 from hfshard.errors import RemoteChangedError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.servers.stores.fault_proxy import FaultProxy
@@ -137,3 +138,31 @@ def test_a_reader_beside_a_writer_reads_one_save(run: BucketRun) -> None:
     assert not failures
     assert seen == sorted(seen)
     assert (seen[0] <= 2, seen[-1]) == (True, 5)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_save_of_which_others_delete_a_shard_is_no_checkpoint(run: BucketRun, proxy: FaultProxy) -> None:
+    with CheckpointManager(run.root, max_to_keep=1) as manager:
+        save_steps(manager, 1)
+
+        def delete_shards() -> None:
+            for name in run.names("checkpoint-00000002/model-0"):
+                run.delete(name)
+
+        proxy.fail("race", MEETINGS["before its manifest"], action=delete_shards)
+        with pytest.raises(RemoteChangedError, match="were deleted while it ran"):
+            save_steps(manager, 2)
+
+    assert CheckpointManager(run.root).all_steps() == [1]
+    assert CheckpointManager(run.root).verify() == {1: []}
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_rotation_counts_what_is_there(run: BucketRun) -> None:
+    with CheckpointManager(run.root, max_to_keep=2) as manager:
+        save_steps(manager, 4, 5)
+        hfshard.remove_checkpoint(run.root, step=5)
+        assert manager.latest_step() == 4
+        save_steps(manager, 6)
+
+    assert CheckpointManager(run.root).all_steps() == [4, 6]

@@ -12,7 +12,8 @@ import torch
 
 import hfshard
 from hfshard.commit import store_plan
-from hfshard.errors import CommitUnfinishedError, RemoteChangedError
+from hfshard.errors import CheckpointChangedError, CommitUnfinishedError, RemoteChangedError
+from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import split_object_name
 from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import save_request
@@ -260,3 +261,87 @@ def test_where_nothing_may_be_deleted_a_save_ends_well(
     assert [one.levelname for one in caplog.records] == ["WARNING"]
     assert "earlier saves cannot be deleted" in caplog.text
     assert (loaded(store_address), saves_at(store_address)) == (2.0, {1, 2})
+
+
+@SCHEMES
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_save_whose_shards_were_deleted_before_its_index_deletes_nothing(
+    scheme: str, proxy: FaultProxy, bucket: Bucket, store_address: str, store_prefix: str, *, is_removed: bool
+) -> None:
+    save(store_address, 1.0)
+
+    def delete_shards() -> None:
+        if is_removed:
+            hfshard.remove_checkpoint(store_address, leftovers=True, unfinished=True)
+        else:
+            for name in bucket.sizes(f"{store_prefix}/"):
+                if "-00000002-" in name and name.endswith(".safetensors"):
+                    bucket.delete(name)
+
+    raced = proxy.fail("race", DECIDING[scheme], skip=1 if scheme == "hf" else 0, action=delete_shards)
+    with pytest.raises(RemoteChangedError, match="were deleted while it ran"):
+        save(store_address, 2.0)
+
+    assert (loaded(store_address), raced.times) == (1.0, 0)
+    assert hfshard.verify_checkpoint(store_address).ok
+    assert bucket.read(f"{store_prefix}/model.safetensors.index.json").count(b"-00000001-") > 0  # for other tools
+    save(store_address, 3.0)
+    assert (loaded(store_address), len(saves_at(store_address))) == (3.0, 1)
+
+
+@SCHEMES
+def test_resharding_in_place_does_not_replace_what_another_process_saves_meanwhile(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    hfshard.save_state_dict({"a": torch.ones(8), "b": torch.ones(8)}, store_address, max_shard_size=40)
+    first = "batch" if scheme == "hf" else "(put|finish|begin|part) .*model(-|%2D)0000"
+    raced = proxy.fail("race", first, action=lambda: save(store_address, 2.0))
+
+    with pytest.raises(CheckpointChangedError, match="while it was being re-sharded"):
+        hfshard.reshard_checkpoint(store_address, store_address, "1GB")
+
+    assert (loaded(store_address), raced.times) == (2.0, 0)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf"])
+@pytest.mark.parametrize("is_uploaded", [False, True])
+def test_a_variant_without_a_config_leaves_that_of_the_checkpoint_next_to_it(
+    bucket: Bucket, store_address: str, store_prefix: str, *, is_uploaded: bool
+) -> None:
+    request = replace(request_from_state_dict({"a": torch.ones(8)}, SaveOptions()), config=b"{}\n")
+    if is_uploaded:
+        bucket.put(f"{store_prefix}/model.safetensors", safetensors.torch.save({"a": torch.ones(8)}))
+        bucket.put(f"{store_prefix}/config.json", b"{}\n")
+    else:
+        save_request(request, place_to_save(store_address))
+
+    ema = replace(request_from_state_dict({"a": torch.zeros(8)}, SaveOptions(variant="ema")), drops_config=True)
+    save_request(ema, place_to_save(store_address))
+
+    assert bucket.read(f"{store_prefix}/config.json").startswith(b"{}\n")
+    assert hfshard.load_state_dict(store_address)["a"].tolist() == [1.0] * 8
+    alone = f"{store_address}/alone"
+    save_request(replace(request, options=SaveOptions(variant="ema")), place_to_save(alone))
+    save_request(ema, place_to_save(alone))
+    assert "config.json" not in open_store(alone).list_objects()
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_config_whose_object_is_lost_does_not_end_the_next_save(
+    bucket: Bucket, store_address: str, store_prefix: str, caplog: pytest.LogCaptureFixture, *, has_copy: bool
+) -> None:
+    config = b'{"a": "%s"}\n' % (b"x" * (1 << 20))
+    request = replace(request_from_state_dict({"a": torch.ones(8)}, SaveOptions()), config=config)
+    save_request(request, place_to_save(store_address))
+    copy = f"{store_prefix}/config.json"
+    for name in bucket.sizes(f"{store_prefix}/config"):
+        if name != copy or not has_copy:
+            bucket.delete(name)
+
+    save(store_address, 2.0)
+
+    assert loaded(store_address) == 2.0
+    assert ("is replaced by its plain copy" if has_copy else "is dropped") in caplog.text
+    kept = store_plan.read_store_state(open_store(store_address), WeightNames()).kept_files([])
+    assert (kept.get("config.json", b"").partition(b"\n")[0] + b"\n" == config) is has_copy
