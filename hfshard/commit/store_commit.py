@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,6 @@ from hfshard.constants import (
     MAX_INDEX_BYTES,
     README,
     SIGNATURE_NAME,
-    WEIGHTS_SUFFIXES,
 )
 from hfshard.disk.byte_source import ByteSource, contents_equal
 from hfshard.errors import (
@@ -47,7 +45,7 @@ from hfshard.errors import (
     StoreError,
     UnsafePathError,
 )
-from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.file_names import INDEX_FILE, WeightNames, replaced_weights
 from hfshard.format.index import CheckpointIndex, FileDigest, md5_of
 from hfshard.format.stored_save import (
     BEFORE_ALL,
@@ -58,8 +56,8 @@ from hfshard.format.stored_save import (
     is_save_index,
     plain_copy,
     plain_index,
+    save_in_name,
     save_of,
-    split_object_name,
 )
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob, synchronize_devices
@@ -469,20 +467,17 @@ class _StoreBefore:
         return self.new.drops_config and CONFIG_NAME in self.state.found and not self.state.shares_config
 
     def replaced_below(self) -> list[str]:
-        """List the objects of saves in folders for which this one has other weights, under plain file names."""
-        own = self.new.companion_files
-        folders = {name.rpartition("/")[0] for name in own if "/" in name and name.endswith(WEIGHTS_SUFFIXES)}
-        below: dict[tuple[str, SaveId], dict[str, str]] = defaultdict(dict)
-        for name in self.state.found.keys() - own.keys():
-            if name.rpartition("/")[0] in folders and (split := split_object_name(name)) is not None:
-                below[name.rpartition("/")[0], split[1]][name] = split[0]
-        indexes, others = [], []
-        for names in below.values():
-            own_indexes = list(filter(is_save_index, names))
-            if own_indexes:  # without an index, it may still be running
-                indexes += [*own_indexes, *(self.state.found.keys() & {names[one] for one in own_indexes} - own.keys())]
-                others += sorted(names.keys() - own_indexes)
-        return list(dict.fromkeys([*indexes, *others]))
+        """List the objects of checkpoints in folders for which this save has other weights, under plain file names."""
+        found = self.state.found
+        replaced = replaced_weights(found, self.new.companion_files)
+        saves = {_save_below(name) for name in replaced if is_save_index(name)}  # without one, it may still be running
+        plain = {name for name in replaced if save_in_name(name) is None}
+        gone = plain | {name for name in found if save_in_name(name) is not None and _save_below(name) in saves}
+        return sorted(gone, key=lambda name: (not is_save_index(name), not name.endswith(".json"), name))
+
+
+def _save_below(name: str) -> tuple[str, SaveId | None]:
+    return name.rpartition("/")[0], save_in_name(name)
 
 
 def _changed_companions(store: Store, new: NewCheckpoint, state: StoreState) -> dict[str, ByteSource]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, SAFETENSORS_SUFFIX
@@ -102,6 +103,56 @@ class WeightNames:
     def is_commit_temporary(self, name: str) -> bool:
         """Return whether a file has a temporary name, which exists only during a commit."""
         return self._transient.fullmatch(name) is not None
+
+    def owns(self, name: str) -> bool:
+        """Return whether a file has, by convention, the name of an index or of weights of this checkpoint."""
+        if name in (self.single, self.index, self.hub_index, self.bin_single, self.bin_index):
+            return True
+        if self.is_shard(name) or self.is_bin_shard(name):
+            return True
+        return self.is_commit_temporary(name) or self.is_stored_index(name)
+
+
+_ENTRY: Final = re.compile(
+    r"(?:(?:pytorch_)?(?P<model>model)|diffusion_pytorch_model)(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)"
+    r"(?:\.index(?:\.(?P<variant_of_index>[^/]+))?\.json)?"
+)
+_NO_ENTRY: Final = re.compile(rf"-\d{{5,}}-of-\d{{5,}}\.|-hfshard-|{_OF_SAVE}\.")
+"""Parts of the names of shards, of temporary files, and of a save's own files in a store."""
+
+
+def checkpoint_of(name: str) -> WeightNames | None:
+    """Return the names of the checkpoint that a single file of weights, or an index, leads to; None for other files."""
+    match = _ENTRY.fullmatch(name)
+    if match is None or _NO_ENTRY.search(name):
+        return None
+    variant = match["variant"] or match["variant_of_index"]
+    if variant is not None and _VARIANT.fullmatch(variant) is None:
+        return None
+    return WeightNames(variant, MODEL_BASE if match["model"] else DIFFUSERS_BASE)
+
+
+def replaced_weights(found: Iterable[str], new: Iterable[str]) -> set[str]:
+    """Find the files of the checkpoints in folders that new files replace, and that are not among these.
+
+    Left next to them, an old single file would be loaded in place of a new index.
+
+    Args:
+        found, new: Paths of the files that are there, and of the new ones. Those without a folder do not matter.
+    """
+    brought = {path for path in new if "/" in path}
+    checkpoints: dict[str, list[WeightNames]] = {}
+    for path in brought:
+        folder, _, name = path.rpartition("/")
+        names = checkpoint_of(name)
+        if names is not None:
+            checkpoints.setdefault(folder, []).append(names)
+    splits = (path.rpartition("/") for path in found if path not in brought)
+    return {
+        f"{folder}/{name}"
+        for folder, _, name in splits
+        if any(names.owns(name) for names in checkpoints.get(folder, ()))
+    }
 
 
 def suffix_of_shards(index_name: str) -> str:

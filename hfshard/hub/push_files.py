@@ -20,9 +20,8 @@ from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_
 from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, read_all, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
-from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, checkpoint_of, replaced_weights
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.format.stored_save import split_object_name
 from hfshard.hub.model_card import CARD_PICTURE, draw_card, merge_card
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
 from hfshard.stores.store import StoredSource
@@ -252,14 +251,8 @@ class PushRequest:
 # Push plans: files to send and to delete, so that a hub has what the last save wrote, and the user's own files.
 
 
-_SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
 SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}(?:-\d{8,15}-[0-9a-f]{16})?\.(?:safetensors|bin)$")
 """End of a shard's name in any checkpoint, including one that was synced from a store."""
-_SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)")
-_INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
-
-
-_HUB_INDEX: Final = re.compile(r"model\.(?P<variant>[^/]+)\.safetensors\.index\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,28 +295,14 @@ def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSourc
 
 def detect_variants(names: Iterable[str]) -> set[str | None]:
     """Find the variants of a checkpoint that file names belong to; None is the one without a variant."""
-    found: set[str | None] = set()
-    for name in names:
-        match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name) or _HUB_INDEX.fullmatch(name)
-        if match is None or _SHARD_NUMBER.search(name.rpartition(".")[0]) or "-hfshard-" in name:
-            continue
-        if split_object_name(name) is not None:  # synced from a store: a plain index names it
-            continue
-        found.add(match["variant"])
-    return found
+    checkpoints = filter(None, map(checkpoint_of, names))
+    return {one.variant for one in checkpoints if one.base == MODEL_BASE}
 
 
 def _weights_among(files: Iterable[str], variants: Iterable[str | None]) -> set[str]:
     """Select the names that are, by convention, those of these variants' weights in either format."""
     families = [WeightNames(variant) for variant in variants]
-    return {name for name in files if any(_is_weights(name, names) for names in families)}
-
-
-def _is_weights(name: str, names: WeightNames) -> bool:
-    own = (names.single, names.index, names.hub_index, names.bin_single, names.bin_index)
-    if name in own or names.is_shard(name) or names.is_bin_shard(name):
-        return True
-    return names.is_commit_temporary(name) or names.is_stored_index(name)
+    return {name for name in files if any(names.owns(name) for names in families)}
 
 
 def stale_names(
@@ -360,7 +339,7 @@ def plan_against(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
     there = {
         path.removeprefix(folder): path
         for path in remote.files
-        if path.startswith(folder) and "/" not in path.removeprefix(folder)  # a checkpoint's weights are nowhere else
+        if path.startswith(folder) and "/" not in path.removeprefix(folder)
     }
     owned, kept = _indexed(hub, request, remote, there)
     stale = stale_names(there, local, request.variants, owned - kept) - kept
@@ -370,7 +349,9 @@ def plan_against(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
         stale |= (there.keys() & more) - local
     contents = {folder + name: content for name, content in request.contents.items()}
     contents |= _card(hub, request, remote)
-    return plan_push(contents, remote, [there[name] for name in stale])
+    below = {path.removeprefix(folder) for path in remote.files if path.startswith(folder)}
+    replaced = [folder + name for name in replaced_weights(below, local)]
+    return plan_push(contents, remote, [*(there[name] for name in stale), *replaced])
 
 
 def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[str, str]) -> tuple[set[str], set[str]]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hfshard.errors import InvalidArgumentError, UnsafePathError
-from hfshard.format.file_names import INDEX_FILE, WeightNames, check_file_name, suffix_of_shards
+from hfshard.format.file_names import (
+    INDEX_FILE,
+    WeightNames,
+    check_file_name,
+    checkpoint_of,
+    replaced_weights,
+    suffix_of_shards,
+)
 
 
 def test_plain_names() -> None:
@@ -104,3 +111,61 @@ def test_names_outside_do_not(name: object) -> None:
 )
 def test_the_name_of_an_index_tells_what_its_shards_end_in(index_name: str, suffix: str) -> None:
     assert suffix_of_shards(index_name) == suffix
+
+
+SAVE = "-00000007-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "base"),
+    [
+        ("model.safetensors", None, "model"),
+        ("model.fp16.safetensors", "fp16", "model"),
+        ("pytorch_model.bin", None, "model"),
+        ("pytorch_model.bin.index.fp16.json", "fp16", "model"),
+        ("model.safetensors.index.json", None, "model"),
+        ("model.safetensors.index.fp16.json", "fp16", "model"),
+        ("model.fp16.safetensors.index.json", "fp16", "model"),
+        ("diffusion_pytorch_model.fp16.safetensors", "fp16", "diffusion_pytorch_model"),
+    ],
+)
+def test_a_single_file_or_an_index_leads_to_a_checkpoint(name: str, variant: str | None, base: str) -> None:
+    found = checkpoint_of(name)
+
+    assert found is not None and (found.variant, found.base) == (variant, base)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-00001-of-00002.safetensors",
+        "model.fp16-00001-of-00002.safetensors",
+        "model-hfshard-0123456789abcdef.safetensors",
+        f"model.safetensors.index{SAVE}.json",
+        f"model.safetensors.index.fp16{SAVE}.json",
+        f"model.fp16-00001-of-00002{SAVE}.safetensors",
+        "model.a b.safetensors",
+        "vae.safetensors",
+        "config.json",
+    ],
+)
+def test_other_files_lead_to_none(name: str) -> None:
+    assert checkpoint_of(name) is None
+
+
+def test_what_new_weights_in_a_folder_replace() -> None:
+    replaced = {
+        "unet/model.safetensors",
+        "unet/pytorch_model.bin",
+        f"unet/model-00001-of-00003{SAVE}.safetensors",
+        f"unet/model.safetensors.index{SAVE}.json",
+    }
+    others = {"model.safetensors", "unet/config.json", "unet/model.ema.safetensors", "vae/model.safetensors"}
+    new = {
+        "unet/model.safetensors.index.json",
+        "unet/model-00001-of-00002.safetensors",
+        "vae/adapter_model.safetensors",
+    }
+
+    assert replaced_weights(replaced | others | new, new) == replaced
+    assert replaced_weights(replaced | others, {"model.safetensors.index.json", "unet/README.md"}) == set()

@@ -492,3 +492,17 @@ def test_checkpoints_in_folders_of_a_place_go_along_with_it(store: Place, tmp_pa
     hfshard.push_checkpoint(tmp_path / "pulled", copied)
     assert (_value(copied, verify="full"), _value(f"{copied}/unet")) == (1, 7)
     assert [name for name in shown.files() if name.startswith("unet/")] == ["unet/model.safetensors"]
+
+
+@s3
+def test_weights_in_a_folder_are_replaced_whole_and_others_stay(store: Place, tmp_path: Path) -> None:
+    local, hub = tmp_path / "local", f"{tmp_path}/hub/bert"
+    hfshard.save_state_dict(_ones(1), local)
+    hfshard.save_state_dict(_ones(3), f"{store.path}/unet", variant="ema")
+    for value, size in ((1, "1GB"), (2, 12)):
+        hfshard.save_state_dict(_ones(value), local / "unet", max_shard_size=size)
+        hfshard.push_checkpoint(local, store.path)
+        hfshard.push_checkpoint(local, hub)
+        assert (_value(f"{store.path}/unet"), _value(hub, subfolder="unet")) == (value, value)
+    assert "unet/model.safetensors" not in store.files() and "unet/model-00002-of-00002.safetensors" in store.files()
+    assert _value(f"{store.path}/unet", variant="ema") == 3
