@@ -59,13 +59,13 @@ def module(seed: int, stop_at: int = -1) -> Any:
     return Model()
 
 
-def fit(model: Any, directory: Path, strategy: Any = "auto", **arguments: Any) -> Any:
-    """Train 3 epochs of 4 batches; gives the callback."""
+def fit(model: Any, directory: Path, *callbacks: Any, strategy: Any = "auto", **arguments: Any) -> Any:
+    """Train 3 epochs of 4 batches, with callbacks besides hfshard's; gives that."""
     with CheckpointManager(directory / "run", keep_best="loss") as manager:
         checkpoints = lightning_callback(manager, **arguments)
         trainer = lightning.Trainer(
-            max_epochs=3, callbacks=[checkpoints], accelerator="cpu", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=directory, strategy=strategy,
+            max_epochs=3, callbacks=[checkpoints, *callbacks], accelerator="cpu", logger=False, strategy=strategy,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=directory,
         )  # fmt: skip
         trainer.fit(model, ResumableDataLoader(Samples(), batch_size=4, shuffle=True, seed=5))
     return checkpoints
@@ -112,6 +112,48 @@ def test_its_checkpoints_are_ours_and_load_anywhere(tmp_path: Path) -> None:
 
     hfshard.save_model(trained, tmp_path / "out", max_shard_size="200B")
     assert_ours(tmp_path / "out", shards=None)
+
+
+class Hooked:
+    """A module's hook."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (("LambdaCallback", {"on_save_checkpoint": print}), "LambdaCallback has on_save_checkpoint, which"),
+        (("EMAWeightAveraging", {}), "EMAWeightAveraging has on_save_checkpoint and on_load_checkpoint, which"),
+        (("StochasticWeightAveraging", {"swa_lrs": 0.1}), "StochasticWeightAveraging replaces the scheduler"),
+        (None, "Own has on_load_checkpoint, which"),
+    ],
+)
+def test_a_state_that_would_be_lost_is_refused_by_name(callback: Any, message: str, tmp_path: Path) -> None:
+    model = module(0)
+    callbacks = []
+    if callback is None:
+        model.__class__ = type("Own", (Hooked, type(model)), {})
+    else:
+        name, arguments = callback
+        callbacks.append(getattr(lightning.callbacks, name)(**arguments))
+
+    with pytest.raises(InvalidArgumentError, match=message):
+        fit(model, tmp_path, *callbacks)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_scheduler_that_lightning_steps_after_the_save_is_refused_by_name(tmp_path: Path) -> None:
+    model = module(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    model.configure_optimizers = lambda: {
+        "optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}
+    }  # fmt: skip
+
+    with pytest.raises(InvalidArgumentError, match="Lightning steps ReduceLROnPlateau after"):
+        fit(model, tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_strategy_that_keeps_parts_elsewhere_is_refused_by_name(tmp_path: Path) -> None:

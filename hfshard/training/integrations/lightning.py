@@ -20,6 +20,8 @@ _NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
 """Lightning has two package names; the classes of one are not those of the other."""
 _STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
 """Strategies under which each process has the full model, with no part of it or of the optimizer elsewhere."""
+_HOOKS: Final = ("on_save_checkpoint", "on_load_checkpoint")
+"""Hooks that change Lightning's own checkpoint file, which hfshard does not write."""
 
 
 def lightning_callback(
@@ -41,6 +43,11 @@ def lightning_callback(
     starts the epoch's data again. No pickle is written. The weights are a checkpoint like any other: `load_model`
     accepts them.
 
+    Callbacks and data modules keep their state by `state_dict` and `load_state_dict`, modules theirs in buffers. `fit`
+    rejects what would not resume exactly: `on_save_checkpoint` and `on_load_checkpoint` of a module or a callback (such
+    as EMAWeightAveraging), StochasticWeightAveraging, and ReduceLROnPlateau under automatic optimization: Lightning
+    steps it after the save, by metrics that no checkpoint has.
+
     Args:
         manager: Decides which checkpoints to keep; as metrics it gets the numbers in `trainer.callback_metrics`.
         every_n_train_steps: Save after every N optimizer steps. None: after each epoch.
@@ -54,7 +61,8 @@ def lightning_callback(
 
     Raises:
         InvalidArgumentError: `every_n_train_steps` is not a number of steps. Later, by `fit`: the Trainer's strategy is
-            neither for one process nor DistributedDataParallel.
+            neither for one process nor DistributedDataParallel, or a part of the training cannot be resumed exactly;
+            the message names it.
         ModuleNotFoundError: Lightning is not installed.
     """
     if every_n_train_steps is not None and every_n_train_steps < 1:
@@ -81,12 +89,13 @@ def _lightning() -> str:
 @cache
 def _callback_class(package: str) -> Any:
     base = import_module(f"{package}.callbacks").Checkpoint
-    return type("LightningCheckpoint", (_Saving, base), {})
+    return type("LightningCheckpoint", (_Saving, base), {"package": package})
 
 
 class _Saving:
     """The hooks of the callback."""
 
+    package: str
     manager: CheckpointManager
     every_n_train_steps: int | None
     resume: bool | int | str | os.PathLike[str]
@@ -99,12 +108,7 @@ class _Saving:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore; the optimizers exist by now."""
         self.restored = self._rng = self._saved = None
-        strategy = type(trainer.strategy).__name__
-        if strategy not in _STRATEGIES:
-            raise InvalidArgumentError(
-                f"This Trainer uses {strategy}, but lightning_callback supports only single-process training and "
-                "DistributedDataParallel. Use strategy='ddp', or train without the callback."
-            )
+        _check_trainer(trainer, self.package)
         if self.resume is False:
             return
         state = _training_state(trainer, self)
@@ -142,6 +146,37 @@ class _Saving:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.manager.save(step, _training_state(trainer, self), metric=metrics or None, blocking=self.blocking)
         self._saved = step
+
+
+def _check_trainer(trainer: Any, package: str) -> None:
+    """Reject what would not be resumed exactly."""
+    strategy = type(trainer.strategy).__name__
+    if strategy not in _STRATEGIES:
+        raise InvalidArgumentError(
+            f"This Trainer uses {strategy}, but lightning_callback supports only single-process training and "
+            "DistributedDataParallel. Use strategy='ddp', or train without the callback."
+        )
+    lightning = import_module(package)
+    empty = [getattr(base, hook) for base in (lightning.LightningModule, lightning.Callback) for hook in _HOOKS]
+    for part in (trainer.lightning_module, *trainer.callbacks):
+        if own := [hook for hook in _HOOKS if getattr(getattr(part, hook), "__func__", None) not in empty]:
+            raise InvalidArgumentError(
+                f"{type(part).__name__} has {' and '.join(own)}, which lightning_callback does not call, so its state "
+                "would be lost. Keep the state in buffers of the module, or in state_dict and load_state_dict of a "
+                "callback."
+            )
+        if isinstance(part, lightning.callbacks.StochasticWeightAveraging):
+            raise InvalidArgumentError(
+                f"{type(part).__name__} replaces the scheduler in the course of the training, which lightning_callback "
+                "cannot resume. Keep a torch.optim.swa_utils.AveragedModel in the module instead."
+            )
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            raise InvalidArgumentError(
+                f"Lightning steps {type(config.scheduler).__name__} after an epoch or batch is saved, by metrics that "
+                "are not in a checkpoint, so a resume would change the learning rate. Use a scheduler without a "
+                "metric, or step it yourself with automatic_optimization=False."
+            )
 
 
 def _training_state(trainer: Any, own: _Saving) -> TrainingState:
