@@ -114,6 +114,36 @@ def test_its_checkpoints_are_ours_and_load_anywhere(tmp_path: Path) -> None:
     assert_ours(tmp_path / "out", shards=None)
 
 
+def test_a_save_due_at_an_epochs_last_batch_resumes_at_the_next_epoch(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    epochs = lightning.callbacks.LambdaCallback(
+        on_train_epoch_start=lambda trainer, _: seen.append(("start", trainer.current_epoch)),
+        on_train_epoch_end=lambda trainer, _: seen.append(("end", trainer.current_epoch)),
+    )
+    fit(module(0), tmp_path, epochs, every_n_train_steps=8)
+    seen.clear()
+
+    fit(module(1), tmp_path, epochs, every_n_train_steps=8, resume=8)
+
+    assert seen == [("start", 2), ("end", 2)]
+
+
+def test_lightnings_callbacks_with_a_state_are_resumed_within_an_epoch(tmp_path: Path) -> None:
+    models = []
+    for seed, resume in ((0, False), (1, 5)):
+        models.append(module(seed))
+        callbacks = (
+            lightning.callbacks.GradientAccumulationScheduler({1: 2}),
+            lightning.callbacks.EarlyStopping("loss", patience=9),
+            lightning.callbacks.ModelCheckpoint(tmp_path / "stock"),
+        )
+        fit(models[-1], tmp_path, *callbacks, every_n_train_steps=5, resume=resume)
+
+    straight, resumed = models
+    assert_same(resumed, straight)
+    assert resumed.losses == straight.losses[6:]
+
+
 class Hooked:
     """A module's hook."""
 

@@ -48,6 +48,8 @@ def lightning_callback(
     as EMAWeightAveraging), StochasticWeightAveraging, and ReduceLROnPlateau under automatic optimization: Lightning
     steps it after the save, by metrics that no checkpoint has.
 
+    A save that is due at an epoch's last batch waits until the end of the epoch.
+
     Args:
         manager: Decides which checkpoints to keep; as metrics it gets the numbers in `trainer.callback_metrics`.
         every_n_train_steps: Save after every N optimizer steps. None: after each epoch.
@@ -124,23 +126,30 @@ class _Saving:
         """Restore the random states again: Lightning has drawn from them to start the data."""
         if self._rng is not None:
             _load_positions(trainer.fit_loop)
+            scheduler = import_module(f"{self.package}.callbacks").GradientAccumulationScheduler
+            for one in trainer.callbacks:
+                if isinstance(one, scheduler):
+                    one.on_train_epoch_start(trainer)  # Lightning does not start an epoch again that it resumes
             set_rng_state(self._rng)
             self._rng = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if the number of steps has been reached."""
-        step, every = trainer.global_step, self.every_n_train_steps
-        if every is not None and step // every > (self._saved or 0) // every:
-            self._save(trainer, step)  # with several optimizers, a batch can skip a multiple
+        """Save if the number of steps has been reached, but not at an epoch's last batch: the epoch has yet to end."""
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and self._is_due(trainer.global_step):
+            self._save(trainer, trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save, if each epoch is to be saved."""
-        if self.every_n_train_steps is None:
+        """Save, if each epoch is to be saved or the number of steps has been reached."""
+        if self.every_n_train_steps is None or self._is_due(trainer.global_step):
             self._save(trainer, trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wait for the last save."""
         self.manager.wait_until_finished()
+
+    def _is_due(self, step: int) -> bool:
+        every = self.every_n_train_steps
+        return every is not None and step // every > (self._saved or 0) // every  # a batch can skip a multiple
 
     def _save(self, trainer: Any, step: int) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
