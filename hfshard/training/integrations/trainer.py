@@ -602,6 +602,12 @@ REPLACED: Final = {
 """Methods of a Trainer -> those of the callback that replace them. The first five are private: on another version of
 transformers, `check_trainer` finds that one is gone, and the tests fail if one is no longer called."""
 
+_NOT_CALLED: Final = ("_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
+"""The replaced methods that a Trainer's class may override, but that are not called for hfshard's checkpoints."""
+_WITHOUT_STATE: Final = (set(), {"_save_checkpoint"}, {"_load_from_checkpoint"})
+"""Overrides that leave a resume exact: TRL writes a model card in the first method, and nothing reads it again;
+sentence-transformers loads the weights in the second, which hfshard loads anyway."""
+
 _PROCESSES: Final = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
 
 
@@ -627,6 +633,13 @@ def check_trainer(trainer: Trainer) -> None:
         raise InvalidArgumentError(
             f"{type(trainer).__name__} has no {', '.join(missing)}: CheckpointCallback does not support this version "
             "of transformers. Install a version that hfshard's requirements allow."
+        )
+    own = [name for name in _NOT_CALLED if getattr(type(trainer), name) is not getattr(Trainer, name)]
+    if set(own) not in _WITHOUT_STATE:
+        raise InvalidArgumentError(
+            f"{type(trainer).__name__} overrides {', '.join(own)}, which CheckpointCallback replaces, so a state that "
+            "they save and load would be lost. Keep it in a callback that is an ExportableState, or train without the "
+            "CheckpointCallback."
         )
     _check_processes(trainer)
     # Trainer itself requires save_only_model for a model that a distributed_config has spread.

@@ -236,6 +236,32 @@ def test_parts_without_names_are_refused(name: str, words: str, tmp_path: Path) 
         CheckpointCallback().attach(trained)
 
 
+@pytest.mark.parametrize(
+    "names", [["_load_optimizer_and_scheduler"], ["_load_rng_state"], ["_save_checkpoint", "_load_from_checkpoint"]]
+)
+def test_a_class_with_a_state_of_its_own_is_refused_by_name(names: list[str], tmp_path: Path) -> None:
+    trained = trainer(CASE, tmp_path)
+    trained.__class__ = type("Own", (type(trained),), dict.fromkeys(names, print))
+
+    with pytest.raises(InvalidArgumentError, match=f"Own overrides {', '.join(names)}, which"):
+        CheckpointCallback().attach(trained)
+    assert "_save_checkpoint" not in vars(trained), "it still saves as ever"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["_save_checkpoint"], id="TRL's model card"),
+        pytest.param(["_load_from_checkpoint", "_load_best_model"], id="sentence-transformers' weights"),
+    ],
+)
+def test_a_class_without_a_state_of_its_own_is_supported(names: list[str], tmp_path: Path) -> None:
+    trained = trainer(CASE, tmp_path)
+    trained.__class__ = type("Own", (type(trained),), dict.fromkeys(names, print))
+
+    CheckpointCallback().attach(trained)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks for names that transformers deprecates
 def test_a_peft_model_is_refused_by_name(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
