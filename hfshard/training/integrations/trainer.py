@@ -57,7 +57,8 @@ class CheckpointCallback(TrainerCallback):
 
     Trainer decides when to save, as always (`save_strategy`, `save_steps`, "best"), and `optimizer.pt`, `scheduler.pt`,
     `rng_state.pth` and `training_args.bin` are not written. A resumed training equals the straight one, bit for bit:
-    weights, optimizer, scheduler, scaler, RNG, log. Without random augmentation it also equals that of Trainer alone.
+    weights, optimizer, scheduler, scaler, RNG, log, callbacks with a state (`attach` sets
+    `restore_callback_states_from_checkpoint`). Without random augmentation it also equals that of Trainer alone.
 
     Each batch is loaded under seeds of (`data_seed` or `seed`, epoch, batch), so what a dataset or a collator
     draws from Python's, numpy's and torch's RNG is the same after a resume, for any number of workers. (Trainer alone
@@ -138,6 +139,7 @@ class CheckpointCallback(TrainerCallback):
             for name, own in REPLACED.items():
                 self._originals[name] = getattr(trainer, name)
                 setattr(trainer, name, getattr(self, own))
+            trainer.args.restore_callback_states_from_checkpoint = True  # that of EarlyStoppingCallback, for one
         self.manager, self._trainer = manager, trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -604,7 +606,7 @@ transformers, `check_trainer` finds that one is gone, and the tests fail if one 
 
 _NOT_CALLED: Final = ("_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
 """The replaced methods that a Trainer's class may override, but that are not called for hfshard's checkpoints."""
-_WITHOUT_STATE: Final = (set(), {"_save_checkpoint"}, {"_load_from_checkpoint"})
+_WITHOUT_STATE: Final[tuple[set[str], ...]] = (set(), {"_save_checkpoint"}, {"_load_from_checkpoint"})
 """Overrides that leave a resume exact: TRL writes a model card in the first method, and nothing reads it again;
 sentence-transformers loads the weights in the second, which hfshard loads anyway."""
 

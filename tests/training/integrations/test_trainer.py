@@ -203,6 +203,19 @@ def test_callbacks_with_a_state_are_saved_as_trainer_saves_them(tmp_path: Path) 
     assert ours == upstream
 
 
+@pytest.mark.compat
+def test_early_stopping_continues_to_count_after_a_resume(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {**EVALUATED, "save_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.0}
+    stops = []
+    for place in (None, str(tmp_path / "run" / "checkpoint-00000003")):
+        trained, _ = attached(tmp_path, **arguments)
+        trained.add_callback(EarlyStoppingCallback(early_stopping_patience=3))
+        trained.train(resume_from_checkpoint=place)
+        stops.append(trained.state.global_step)
+
+    assert stops == [4, 4]
+
+
 @pytest.mark.parametrize(
     ("arguments", "manager", "message"),
     [
