@@ -228,10 +228,10 @@ class CheckpointCallback(TrainerCallback):
         best = trainer.state.best_model_checkpoint
         if load_parts(trainer.model, best):
             return
-        if best is not None and not place_to_load(best).is_read_from_disk:
-            load_model(trainer.model, best)
-        else:
+        if best is None or is_stock_checkpoint(best):
             self._originals["_load_best_model"]()
+        else:  # the method of a subclass may call `_load_from_checkpoint`, which loads nothing here
+            load_model(trainer.model, best)
 
     def _load_rng(self, checkpoint: str | None) -> None:
         """Restore the RNG. Trainer calls this after the loader has drawn from it: at a new epoch, or after skipping."""

@@ -170,6 +170,20 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     assert losses.index(min(losses)) == best - 1
 
 
+def test_the_best_model_is_loaded_in_a_class_that_loads_weights_itself(tmp_path: Path) -> None:
+    arguments = {"max_steps": 6, "save_steps": 1, "learning_rate": 0.3, "load_best_model_at_end": True, **EVALUATED}
+    trained = trainer(CASE, tmp_path, **arguments)
+    methods = {"_load_best_model": lambda self: self._load_from_checkpoint(self.state.best_model_checkpoint)}
+    trained.__class__ = type("Own", (type(trained),), methods)  # as sentence-transformers' Trainer
+    CheckpointCallback().attach(trained)
+
+    trained.train()
+
+    assert trained.state.best_global_step in range(1, 6)
+    best = BertForSequenceClassification.from_pretrained(trained.state.best_model_checkpoint)
+    assert same(weights(trained.model), weights(best))
+
+
 def test_save_strategy_best_saves_what_is_better(tmp_path: Path) -> None:
     trained, checkpoints = saved(tmp_path, max_steps=6, save_strategy="best", learning_rate=0.3, **EVALUATED)
     losses = [entry["eval_loss"] for entry in trained.state.log_history if "eval_loss" in entry]
