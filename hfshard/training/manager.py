@@ -159,8 +159,8 @@ class CheckpointManager(RunReader):
         Args:
             step: The step of the run, from 0. A checkpoint of the same step is replaced once the new one is complete.
             state: What to save.
-            metric: The value of the metric that `keep_best` names; or several metrics by name. None: those of the
-                replaced checkpoint of this step, if any; {}: none.
+            metric: The value of the metric that `keep_best` names; or several metrics by name. {}: none. None: those of
+                the replaced checkpoint of this step, if its model's files have the same names and checksums.
             extra: More to store: numbers, text, lists, dicts, tensors.
             max_shard_size: Overrides the manager's.
             blocking: False returns as soon as the tensors are copied; a thread does the rest. Only one save runs at a

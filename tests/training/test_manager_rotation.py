@@ -181,6 +181,21 @@ def test_a_replaced_step_keeps_its_metrics_unless_others_are_given(tmp_path: Pat
         assert (manager.best_step(), manager.restore(state, 4).metrics) == (3, {})
 
 
+def test_other_weights_of_a_replaced_step_do_not_keep_its_metrics(tmp_path: Path) -> None:
+    """As after going back to an earlier step; the rotation would keep them, and remove what was measured as best."""
+    model = torch.nn.Linear(1, 1)
+    state = TrainingState(model=model)
+    with CheckpointManager(tmp_path, max_to_keep=1, keep_best="loss") as manager:
+        for step, loss in ((1, 0.5), (2, 0.1)):
+            torch.nn.init.constant_(model.weight, step)
+            manager.save(step, state, metric=loss)
+        torch.nn.init.constant_(model.weight, 99.0)
+        manager.save(2, state)
+        manager.save(3, state, metric=0.9)
+        assert (manager.best_step(), manager.restore(state, 3).metrics) == (3, {"loss": 0.9})
+        assert manager.all_steps() == [3]
+
+
 def test_what_is_saved_after_a_restore_of_an_earlier_step_is_the_latest(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, max_to_keep=3) as manager:
         for step in (100, 200):

@@ -40,6 +40,8 @@ class CheckpointManifest:
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileDigest] = field(default_factory=dict)
     """Every file of the checkpoint except the manifest."""
+    replaced: CheckpointManifest | None = field(default=None, compare=False, repr=False)
+    """During a save without metrics of its own: the manifest of the checkpoint that it replaces."""
 
     @classmethod
     def begun(
@@ -50,18 +52,26 @@ class CheckpointManifest:
         Args:
             step: The checkpoint's.
             save_number: Larger than those of all earlier saves into the run.
-            metrics: The checkpoint's; None: those of the one that it replaces, if any.
-            found: Lists the run's checkpoints; called only if the metrics are those of one of them.
+            metrics: The checkpoint's; None: as `with_files` finds them.
+            found: Lists the run's checkpoints; called only if the metrics may be those of one of them.
         """
+        replaced = None
         if metrics is None:
             replaced = next((one.manifest for one in found() if one.step == step and one.is_own), None)
-            metrics = {} if replaced is None else replaced.metrics
-        return cls(step, save_number, metrics)
+        return cls(step, save_number, metrics or {}, replaced=replaced)
 
     def with_files(self, shards: Mapping[str, FileDigest], small_files: Mapping[str, bytes]) -> CheckpointManifest:
-        """Return the manifest of a checkpoint with these shards and small files."""
+        """Return the manifest of a checkpoint with these shards and small files.
+
+        Without metrics, it gets those of the checkpoint that it replaces if both have the same weights: files of the
+        component `model` with the same names and checksums. Without checksums there is nothing to compare.
+        """
         table = {name: FileDigest(one.size, one.sha256, one.xxh3, one.fingerprint) for name, one in shards.items()}
-        return replace(self, files=table | {name: small_record(raw) for name, raw in small_files.items()})
+        files = table | {name: small_record(raw) for name, raw in small_files.items()}
+        metrics = self.metrics
+        if self.replaced is not None and _have_same_weights(files, self.replaced.files):
+            metrics = self.replaced.metrics
+        return replace(self, metrics=metrics, files=files, replaced=None)
 
     def to_json(self) -> bytes:
         """Encode the manifest as the bytes of the file, with a checksum of its contents."""
@@ -122,6 +132,16 @@ def read_manifest(place: str | Folder) -> CheckpointManifest:
     """
     folder = as_folder(place)
     return CheckpointManifest.from_json(folder.read_small(MANIFEST, MAX_INDEX_BYTES), f"{folder.path}/{MANIFEST}")
+
+
+def _have_same_weights(files: Mapping[str, FileDigest], others: Mapping[str, FileDigest]) -> bool:
+    """Return whether two checkpoints have files of the component `model`, known to be the same."""
+    names = WeightNames()
+    of_each = [
+        {name: one.checksum for name, one in table.items() if name == names.single or names.is_shard(name)}
+        for table in (files, others)
+    ]
+    return bool(of_each[0]) and None not in of_each[0].values() and of_each[0] == of_each[1]
 
 
 def small_record(raw: bytes) -> FileDigest:

@@ -18,7 +18,7 @@ class RunSave:
 
     step: int
     metrics: dict[str, float] | None
-    """Its metrics; None: those of the checkpoint that it replaces."""
+    """Its metrics; None: those of the checkpoint that it replaces, if its weights are the same."""
     new: NewCheckpoint
     """Everything that is saved except for the tensors and the manifest."""
     writer: ShardWriter

@@ -122,7 +122,7 @@ class RunWriter:
 
         Args:
             step, payload, metrics, files: Those of the checkpoint; metrics=None: those of the one of this step that it
-                replaces, if any.
+                replaces, if its weights are the same.
             blocking: Whether the caller waits for it.
             writer: Writes the shards, if other ranks take part; None: this process does.
 

@@ -18,6 +18,10 @@ def test_a_refused_save_leaves_all_as_it_was(run: BucketRun) -> None:
     storage_contract.check_refused_save(run.root)
 
 
+def test_a_save_keeps_no_metrics_of_other_weights(run: BucketRun) -> None:
+    storage_contract.check_metrics_of_other_weights(run.root)
+
+
 def test_a_save_keeps_no_metrics_of_a_copy(run: BucketRun) -> None:
     def rename(old: str, new: str) -> None:
         for name in run.names(f"{old}/"):

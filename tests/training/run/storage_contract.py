@@ -16,9 +16,9 @@ from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.state.collect_state import SavePayload, collect, collect_rank, encode_components, save_options
 
 
-def payload() -> SavePayload:
-    """What a save of a tiny model writes."""
-    model = nn.Linear(2, 2)
+def payload(model: nn.Module | None = None) -> SavePayload:
+    """What a save of a model writes; None: of a tiny one with weights of its own."""
+    model = model or nn.Linear(2, 2)
     state = TrainingState(model)
     options = save_options("1GB", "xxh3", progress=False)
     return collect(encode_components(state), model, [collect_rank(state, 0)], None, options)
@@ -67,21 +67,34 @@ def check_folders(root: str) -> None:
 
 
 def check_refused_save(root: str) -> None:
-    """A save that is refused at its last moment leaves the checkpoints as they were, and the next one succeeds."""
+    """A save that is refused at its last moment leaves the checkpoints as they were, and the next one succeeds.
+
+    That replaces the same weights, whose metrics it keeps.
+    """
 
     def refuse() -> None:
         raise HfshardError("rank 3 failed")
 
     storage = open_run(root)
     writer = _writer(storage)
-    writer.save(1, payload(), {"loss": 1.0}, {}, blocking=True)
+    model = nn.Linear(2, 2)
+    writer.save(1, payload(model), {"loss": 1.0}, {}, blocking=True)
     with pytest.raises(HfshardError, match=r"^rank 3 failed$"):
         writer.write(1, payload(), {"loss": 2.0}, {}, blocking=True, writer=OwnShardWriter(refuse))
     assert _losses(root) == [1.0]
 
-    writer.save(1, payload(), None, {}, blocking=True)
+    writer.save(1, payload(model), None, {}, blocking=True)
     writer.save(2, payload(), {"loss": 3.0}, {}, blocking=True)
     assert _losses(root) == [3.0, 1.0]
+    writer.close()
+
+
+def check_metrics_of_other_weights(root: str) -> None:
+    """A save of other weights without metrics has none, though it replaces a checkpoint that has."""
+    writer = _writer(open_run(root))
+    writer.save(1, payload(), {"loss": 1.0}, {}, blocking=True)
+
+    assert writer.write(1, payload(), None, {}, blocking=True).require_manifest().metrics == {}
     writer.close()
 
 
@@ -93,12 +106,13 @@ def check_metrics_of_a_copy(root: str, rename: Callable[[str, str], None]) -> No
         rename: Renames a folder of the run.
     """
     writer = _writer(open_run(root))
-    writer.save(4, payload(), {"loss": 4.0}, {}, blocking=True)
+    model = nn.Linear(2, 2)
+    writer.save(4, payload(model), {"loss": 4.0}, {}, blocking=True)
     writer.close()
     rename("checkpoint-00000004", "checkpoint-4")
     assert _losses(root) == [4.0]
 
-    writer.save(4, payload(), None, {}, blocking=True)
+    writer.save(4, payload(model), None, {}, blocking=True)
     [saved] = [one.manifest for one in open_run(root).checkpoints() if one.is_own]
     assert saved is not None
     assert saved.metrics == {}

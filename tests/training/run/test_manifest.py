@@ -153,6 +153,37 @@ def test_every_damaged_file_is_told_of(tmp_path: Path) -> None:
         check_files(LocalFolder(str(tmp_path)), whole.files, "structure")
 
 
+SHARDS = {"model-00001-of-00002.safetensors": FileDigest(9, xxh3="aa"), "model-00002-of-00002.safetensors": RECORD}
+
+
+@pytest.mark.parametrize(
+    ("changed", "metrics"),
+    [
+        ({"state.safetensors": FileDigest(7, xxh3="cc")}, {"loss": 0.5}),
+        ({"model-00001-of-00002.safetensors": FileDigest(9, xxh3="bb")}, {}),
+        ({"model-00001-of-00002.safetensors": FileDigest(9, sha256="aa")}, {}),  # the manager's checksum is another one
+        ({"model-00001-of-00002.safetensors": FileDigest(9)}, {}),
+        ({"model.safetensors": RECORD}, {}),
+    ],
+)
+def test_a_replaced_checkpoint_passes_its_metrics_to_the_same_weights(
+    changed: dict[str, FileDigest], metrics: dict[str, float]
+) -> None:
+    before = CheckpointManifest(7, 1, {"loss": 0.5}).with_files(SHARDS, {"training_state.json": RAW})
+    found = [RunCheckpoint.of("run/checkpoint-00000007", before)]
+
+    saved = CheckpointManifest.begun(7, 2, None, lambda: found).with_files(SHARDS | changed, {})
+    assert saved.metrics == metrics
+    assert saved.replaced is None  # which would keep all earlier manifests in memory
+
+
+@pytest.mark.parametrize("files", [{"state.safetensors": RECORD}, {"model.safetensors": FileDigest(9)}])
+def test_metrics_are_not_passed_where_nothing_can_be_compared(files: dict[str, FileDigest]) -> None:
+    found = [RunCheckpoint.of("run/checkpoint-00000007", CheckpointManifest(7, 1, {"loss": 0.5}, files))]
+
+    assert CheckpointManifest.begun(7, 2, None, lambda: found).with_files(files, {}).metrics == {}
+
+
 def test_metrics_are_numbers_by_name() -> None:
     assert plain_metrics(0.5, "loss") == {"loss": 0.5}
     assert plain_metrics(0.5, None) == {"metric": 0.5}

@@ -192,6 +192,10 @@ def test_a_refused_save_leaves_all_as_it_was(tmp_path: Path) -> None:
     storage_contract.check_refused_save(str(tmp_path / "run"))
 
 
+def test_a_save_keeps_no_metrics_of_other_weights(tmp_path: Path) -> None:
+    storage_contract.check_metrics_of_other_weights(str(tmp_path / "run"))
+
+
 def test_a_save_keeps_no_metrics_of_a_copy(tmp_path: Path) -> None:
     root = tmp_path / "run"
     storage_contract.check_metrics_of_a_copy(str(root), lambda old, new: os.rename(root / old, root / new))
