@@ -290,7 +290,7 @@ class _OptimizerUnion:
 
     def add(self, rank: int, state: Mapping[str, Any]) -> None:
         """Add the optimizer of a rank; refuse one that does not fit those added before."""
-        for key in self.state.keys() - {"groups", "state"}:
+        for key in self.state.keys() - {"groups", "state", "gradients"}:
             if state[key] != self.state[key]:
                 raise _refusal(self._name, f"has another {key!r} on rank {rank}")
         groups = self.state["groups"]
@@ -302,7 +302,8 @@ class _OptimizerUnion:
             taken.append(at)
             self._add_group(rank, at, group)
         self._taken.append(taken)
-        self.state["state"] = _first_of_each([self.state["state"], state["state"]])
+        for key in ("state", "gradients"):
+            self.state[key] = _first_of_each([self.state[key], state[key]])
 
     def _add_group(self, rank: int, at: int, group: Mapping[str, Any]) -> None:
         new = []

@@ -146,3 +146,5 @@ def test_stages_that_differ_are_restored_each_with_its_own(tmp_path: Path) -> No
     whole = build(None, seed=3)
     assert CheckpointManager(tmp_path / "refusals").restore(whole) == 1
     assert nn.functional.relu(whole.components["model"].head.weight).sum() > 0
+    gradients = [one.grad for group in whole.components["optimizer"].param_groups for one in group["params"]]
+    assert all(one is not None and not one.any() for one in gradients)  # each stage notes which ones it had

@@ -83,6 +83,14 @@ def save_gradients(rank: int, place: Path, layout: str) -> None:
     if layout != "fsdp":
         assert_same(found, torch.load(place / "gradients.pt"))
 
+    without = TrainingState(model=run.net, optimizer=run.optimizer)
+    manager.save(2, without)
+    run.optimizer.zero_grad()
+    manager.restore(without, 2)
+    for name, one in run.net.named_parameters():
+        assert (one.grad is not None) == (name in gradients)
+        assert one.grad is None or not getattr(one.grad, "full_tensor", lambda one=one: one.grad)().any()
+
 
 def refuse_unreduced_gradients(rank: int, place: Path, layout: str, **fsdp: Any) -> None:
     run = Run(layout, **fsdp)

@@ -36,10 +36,12 @@ from hfshard.training.state.nested import decode, encode, find_in
 from hfshard.training.state.optimizer import (
     group_names,
     link_inner_optimizers,
+    match_gradients,
     plan_optimizer,
     regroup,
     reject_sharded_state,
     trained_parameters,
+    zero_gradient,
 )
 from hfshard.training.state.pending_loads import PendingLoad
 from hfshard.training.state.reordering import (
@@ -150,7 +152,10 @@ class Restoration:
     directory: str = ""
     frozen: list[str] = field(default_factory=list)
     """Names of parameters that have a state in the checkpoint's optimizers, but are frozen here."""
-    without_gradients: list[nn.Parameter] = field(default_factory=list)
+    stale_gradients: list[nn.Parameter] = field(default_factory=list)
+    """Parameters whose gradients belong to another step than the restored one."""
+    sparse_dims: dict[int, int] = field(default_factory=dict)
+    """The ids of parameters that had a gradient at the save -> its number of sparse dimensions; it becomes zero."""
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
 
@@ -159,7 +164,7 @@ class Restoration:
         self.trackers = [one for name in names if isinstance(one := state.components[name], LoaderTracker)]
         if not any(isinstance(part, Gradients) for part in [*state.components.values(), *state.left_out.values()]):
             modules = [state.components[name] for name in names if state.kinds[name] == "module"]
-            self.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+            self.stale_gradients = [parameter for module in modules for parameter in module.parameters()]
 
     def apply(self, session: Session) -> None:
         """Report the differences, and load everything on all ranks, the generators last. Every rank must call.
@@ -174,8 +179,9 @@ class Restoration:
         with delay_interrupt():
             self._load_all(session)
             with all_or_nothing(session):
-                for parameter in self.without_gradients:
-                    parameter.grad = None  # their gradients belong to another step than the resumed one
+                for parameter in self.stale_gradients:
+                    sparse_dim = self.sparse_dims.get(id(parameter))
+                    parameter.grad = None if sparse_dim is None else zero_gradient(parameter, sparse_dim)
                 self.set_rng()
                 for tracker in self.trackers:
                     tracker.reset(self.set_rng)
@@ -283,6 +289,8 @@ class PartPlanner:
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
             frozen = [self.parameter_names[id(one)] for one in trained_parameters(part) if not one.requires_grad]
             restoration.frozen += [parameter for parameter in frozen if value["state"].get(parameter)]
+            if not (self.state.is_flattened or self.state.named_optimizers):  # which keep gradients of their own
+                restoration.sparse_dims |= match_gradients(part, self.parameter_names, value.get("gradients", {}))
             if name in self.state.named_optimizers:
                 load = self.state.named_optimizers[name].linked(load, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())

@@ -53,7 +53,8 @@ def encode_optimizer(
     if _loads_as_torch(optimizer):
         for name, value in chain(named["state"].items(), named["others"].items()):
             _reject_unloadable(value, component, name)
-    return {"class": type(optimizer).__qualname__, **encode_by_name(named, tensors, prefix)}
+    encoded = encode_by_name(named, tensors, prefix)
+    return {"class": type(optimizer).__qualname__, **encoded, "gradients": _note_gradients(optimizer, names)}
 
 
 def by_name(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], *, left_out: Collection[str]) -> dict[str, Any]:
@@ -400,6 +401,44 @@ def trained_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+# Which parameters have a gradient after a step: the next one skips those without, and decays those whose gradient is
+# zero, which `zero_grad(set_to_none=False)` leaves. The values need no place in a checkpoint.
+
+
+def _note_gradients(optimizer: Optimizer, names: Names) -> dict[str, int]:
+    """Return the name of each parameter with a gradient -> its number of sparse dimensions, 0 if it is dense."""
+    return {
+        names[id(one)]: one.grad.sparse_dim() if one.grad.is_sparse else 0
+        for one in trained_parameters(optimizer)
+        if one.grad is not None
+    }
+
+
+def match_gradients(optimizer: Optimizer, names: Names, saved: Mapping[str, int]) -> dict[int, int]:
+    """Return the id of each parameter that had a gradient -> the number of its sparse dimensions.
+
+    Args:
+        optimizer: The one that was built; it is not changed.
+        names: The names of the parameters that it has now.
+        saved: "gradients" of what `encode_optimizer` returned; empty for a checkpoint without it.
+
+    Raises:
+        ValueError, AttributeError: `encode_optimizer` does not write that.
+    """
+    found = {}
+    for one in trained_parameters(optimizer):
+        sparse_dim = saved.get(names[id(one)])
+        if sparse_dim is not None:
+            found[id(one)] = range(one.ndim + 1).index(sparse_dim)  # a ValueError for any other value
+    return found
+
+
+def zero_gradient(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """Create a gradient of zeros, in the layout of the one that the parameter had."""
+    zeros = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    return zeros.to_sparse(sparse_dim) if sparse_dim else zeros
 
 
 def _were(names: list[str]) -> str:

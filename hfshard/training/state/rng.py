@@ -193,7 +193,8 @@ class Gradients:
 
         state = TrainingState(model=model, optimizer=optimizer, gradients=Gradients(model))
 
-    It is needed only for saves while gradients accumulate: after `optimizer.step()` there are none to save. It makes a
+    It is needed only for saves while gradients accumulate. After `optimizer.step()` their values do not matter, and
+    without it a restore sets those of trained parameters to zero, or to None where there were none. It makes a
     checkpoint larger by the size of the gradients. Under `fully_shard`, gradients are those that were reduced: after a
     backward pass with `set_requires_gradient_sync(False)` a save is rejected.
     """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,17 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader
 
 import hfshard
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidArgumentError,
+    StateDictMismatchError,
+    UnstorableTensorError,
+)
 from hfshard.format.index import FileDigest
 from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
 from hfshard.training.restoring.restoration import read_set
-from hfshard.training.run.manifest import CheckpointManifest, folder_at
+from hfshard.training.run.manifest import CheckpointManifest, folder_at, read_manifest, small_record
 from tests.flows.resume_runs import ema
 from tests.training import fingerprint, ingredients
 
@@ -263,6 +270,107 @@ def test_gradients_of_before_are_dropped_by_a_restore(tmp_path: Path) -> None:
         (model(torch.ones(1, 2)).sum() * float("nan")).backward()
         manager.restore_latest(TrainingState(model=model))
     assert model.weight.grad is None
+
+
+class Branches(nn.Module):
+    """Layers of which each step trains one, so that the others have no gradient, or one of zeros."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, step: int) -> torch.Tensor:
+        layer = self.layers[step % len(self.layers)]
+        x = torch.tensor([step]) if isinstance(layer, nn.Embedding) else torch.full((1, 2), float(step))
+        total: torch.Tensor = layer(x).sum()
+        return total
+
+
+def _linear_branches() -> tuple[Branches, Optimizer]:
+    model = Branches(*(nn.Linear(2, 1) for _ in range(3)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _sparse_branches() -> tuple[Branches, Optimizer]:
+    model = Branches(*(nn.Embedding(9, 2, sparse=True) for _ in range(3)))
+    return model, torch.optim.SparseAdam([*model.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("saves_before_zero_grad", [True, False])
+@pytest.mark.parametrize("build", [_linear_branches, _sparse_branches])
+def test_a_parameter_without_a_gradient_in_some_steps_is_resumed_exactly(
+    tmp_path: Path, build: Callable[[], tuple[Branches, Optimizer]], saves_before_zero_grad: bool, set_to_none: bool
+) -> None:
+    """An optimizer skips a parameter without a gradient, but one of zeros it decays, and moves by its momentum."""
+
+    def train(first: int, model: Branches, optimizer: Optimizer, manager: CheckpointManager | None = None) -> None:
+        for step in range(first, 6):
+            if saves_before_zero_grad:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            model(step).backward()
+            optimizer.step()
+            if not saves_before_zero_grad:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            if manager is not None and step == 1:  # the third layer has had no gradient yet
+                manager.save(step, TrainingState(model=model, optimizer=optimizer))
+
+    torch.manual_seed(0)
+    model, optimizer = build()
+    manager = CheckpointManager(tmp_path)
+    train(0, model, optimizer, manager)
+    again, its_optimizer = build()
+
+    manager.restore(TrainingState(model=again, optimizer=its_optimizer), 1)
+    assert again.layers[2].weight.grad is None
+    train(2, again, its_optimizer)
+
+    for own, resumed in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(own, resumed)
+
+
+def test_gradients_of_a_checkpoint_that_does_not_note_them_are_none(tmp_path: Path) -> None:
+    """Such are those of earlier versions, and those that `hfshard convert` makes."""
+    model, optimizer = _linear_branches()
+    model(0).backward()
+    state = TrainingState(model=model, optimizer=optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        _edit_training_state(tmp_path / "checkpoint-00000001", lambda nested: nested.pop("gradients"))
+        manager.restore(state, 1)
+        assert [one.grad for one in model.parameters()] == [None] * 6
+
+
+@pytest.mark.parametrize("gradients", [{"layers.0.weight": 3}, {"layers.0.weight": "1"}, [], 7])
+def test_gradients_that_a_save_does_not_note_are_damage(tmp_path: Path, gradients: Any) -> None:
+    model, optimizer = _linear_branches()
+    state = TrainingState(model=model, optimizer=optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        _edit_training_state(tmp_path / "checkpoint-00000001", lambda nested: nested.update(gradients=gradients))
+        with pytest.raises(DamagedCheckpointError, match="the state of 'optimizer' is not what hfshard writes"):
+            manager.restore(state, 1)
+
+
+def _edit_training_state(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the optimizer's state in a checkpoint, whose manifest states the file as it is then."""
+    path = checkpoint / "training_state.json"
+    nested = json.loads(path.read_bytes())
+    change(nested["components"]["optimizer"]["state"])
+    path.write_text(json.dumps(nested))
+    manifest = read_manifest(str(checkpoint))
+    files = manifest.files | {path.name: small_record(path.read_bytes())}
+    (checkpoint / "checkpoint.json").write_bytes(replace(manifest, files=files).to_json())
+
+
+def test_a_restore_without_the_optimizer_creates_no_gradients(tmp_path: Path) -> None:
+    model, optimizer = _linear_branches()
+    model(0).backward()
+    state = TrainingState(model=model, optimizer=optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.restore(state, 1, without=["optimizer"])
+    assert model.layers[0].weight.grad is None
 
 
 def test_a_scaler_that_was_on_is_refused_where_it_is_off(tmp_path: Path) -> None:
