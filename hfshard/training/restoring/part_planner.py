@@ -6,7 +6,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -156,11 +156,13 @@ class Restoration:
     """Parameters whose gradients belong to another step than the restored one."""
     sparse_dims: dict[int, int] = field(default_factory=dict)
     """The ids of parameters that had a gradient at the save -> its number of sparse dimensions; it becomes zero."""
+    scalers: list[torch.amp.GradScaler] = field(default_factory=list)
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
 
     def follow(self, state: TrainingState, names: Collection[str]) -> None:
         """Note what changes along with the parts of these names: the next `iter()` of loaders, and old gradients."""
+        self.scalers = [one for name in names if isinstance(one := state.components[name], torch.amp.GradScaler)]
         self.trackers = [one for name in names if isinstance(one := state.components[name], LoaderTracker)]
         if not any(isinstance(part, Gradients) for part in [*state.components.values(), *state.left_out.values()]):
             modules = [state.components[name] for name in names if state.kinds[name] == "module"]
@@ -182,6 +184,9 @@ class Restoration:
                 for parameter in self.stale_gradients:
                     sparse_dim = self.sparse_dims.get(id(parameter))
                     parameter.grad = None if sparse_dim is None else zero_gradient(parameter, sparse_dim)
+                for scaler in self.scalers:
+                    with suppress(AssertionError):  # torch's, before the first use
+                        scaler.update(scaler.get_scale())  # this forgets which gradients were unscaled
                 self.set_rng()
                 for tracker in self.trackers:
                     tracker.reset(self.set_rng)

@@ -373,6 +373,47 @@ def test_a_restore_without_the_optimizer_creates_no_gradients(tmp_path: Path) ->
     assert model.layers[0].weight.grad is None
 
 
+def test_a_scaler_forgets_what_was_unscaled_before_a_restore(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = TrainingState(model=model, optimizer=optimizer, scaler=scaler)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.restore(state, 1)  # the scaler was not used yet
+        backward()
+        manager.restore(state, 1)
+    backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+    assert scaler.get_scale() == 4.0
+
+
+def test_a_refused_restore_leaves_a_scaler_as_it_was(tmp_path: Path) -> None:
+    """Its gradients stay unscaled: were they forgotten, the step would divide them once more."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    refuses = Counter(refuses=True)
+    refuses.count = 1
+    state = TrainingState(model=model, optimizer=optimizer, scaler=scaler, refuses=refuses)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        nn.init.zeros_(model.weight)
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        with pytest.raises(StateDictMismatchError, match="not with me"):
+            manager.restore(state, 1)
+    scaler.step(optimizer)
+    assert model.weight.tolist() == [[-1.0, -1.0]]
+
+
 def test_a_scaler_that_was_on_is_refused_where_it_is_off(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, TrainingState(scaler=torch.amp.GradScaler("cpu")))
