@@ -15,8 +15,15 @@ from hfshard._util.arguments import check_text_arguments
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.locate import directory_not_found
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
-from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, WhenOpen, open_checkpoint, warn_of_others_files
+from hfshard.constants import (
+    BIN_SUFFIX,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    README,
+    SAFETENSORS_SUFFIX,
+    SIGNATURE_NAME,
+)
 from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, read_all, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
@@ -452,8 +459,10 @@ class FilesOfPlace(Protocol):
     def contents(self) -> dict[str, ByteSource]:
         """List the files: path below the place -> contents; files have no hash yet."""
 
-    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
-        """Open the checkpoint of a variant, and check its structure."""
+    def open_variant(
+        self, variant: str | None, when_open: WhenOpen | None = None
+    ) -> AbstractContextManager[OpenCheckpoint]:
+        """Open the checkpoint of a variant, and check its structure; `when_open` is that of `open_checkpoint`."""
 
     def check(self, paths: Collection[str]) -> None:
         """Raise if one of these files may not be pushed."""
@@ -479,6 +488,9 @@ def collect_push_contents(
 ) -> PushContents:
     """Collect the files to push from any place, and check the structure of every checkpoint in it.
 
+    All files of a checkpoint are of one save, even if others are made meanwhile: its weights are those of the recorded
+    hashes, and the small files are read now.
+
     Args:
         files: Saved checkpoints, and the user's files next to them.
         allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
@@ -499,8 +511,17 @@ def collect_push_contents(
     entries: dict[str | None, str] = {}
     known: dict[str, str | None] = {}
     files_of: dict[str | None, set[str]] = {}
+    small: dict[str, ByteSource] = {}
+
+    def list_files(checkpoint: OpenCheckpoint) -> None:
+        nonlocal contents
+        contents = files.contents()
+        for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, checkpoint.weights.name):
+            if name.endswith(".json") and isinstance(contents.get(name), FileSource):
+                small[name] = BytesSource(read_all(contents[name]))
+
     for variant in sorted(variants, key=lambda name: name or ""):
-        with files.open_variant(variant) as checkpoint:
+        with files.open_variant(variant, list_files) as checkpoint:
             indexes[variant] = checkpoint.index
             entries[variant] = checkpoint.weights.name
             files_of[variant] = _files_of(checkpoint)
@@ -519,6 +540,7 @@ def collect_push_contents(
             path=place,
         )
     files.check(selected - leftovers)
+    contents |= small
     pushed = {name: _with_sha256(contents[name], known.get(name)) for name in selected - leftovers}
     return PushContents(pushed, indexes, entries)
 
@@ -573,9 +595,9 @@ class DirectoryFiles:
         return found
 
     @contextmanager
-    def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
+    def open_variant(self, variant: str | None, when_open: WhenOpen | None = None) -> Iterator[OpenCheckpoint]:
         """Open the checkpoint of a variant, and warn of small files that were edited or removed since its save."""
-        with open_checkpoint(self.place, variant=variant) as checkpoint:
+        with open_checkpoint(self.place, variant=variant, when_open=when_open) as checkpoint:
             warn_of_others_files(checkpoint, "structure")
             yield checkpoint
 

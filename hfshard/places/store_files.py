@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from hfshard._util.threads import run_in_threads
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, WhenOpen, open_checkpoint, warn_of_others_files
 from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit import store_plan
 from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME
@@ -81,14 +81,14 @@ class StoreFiles:
         return {name: one for name, one in self._shown.items() if LEFT_OUT.isdisjoint(name.split("/")[:-1])}
 
     @contextmanager
-    def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
+    def open_variant(self, variant: str | None, when_open: WhenOpen | None = None) -> Iterator[OpenCheckpoint]:
         """Open the checkpoint of a variant.
 
         Raises:
             CheckpointChangedError: It is not the checkpoint that was listed.
         """
         folder = StoreFolder(self._store, self.place, store_memory_bytes())
-        with open_checkpoint(folder, variant=variant) as checkpoint:
+        with open_checkpoint(folder, variant=variant, when_open=when_open) as checkpoint:
             checkpoint.progress = None
             warn_of_others_files(checkpoint, "structure")
             if folder.save_id != self._saves.get(variant) or not {checkpoint.weights.name, *checkpoint.shards} <= set(

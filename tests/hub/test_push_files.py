@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hfshard
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.disk.byte_source import BytesSource
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, WhenOpen
+from hfshard.disk.byte_source import BytesSource, read_all
 from hfshard.errors import IntegrityError
 from hfshard.format.index import Checksum, sha256_of
 from hfshard.hub.push_files import (
@@ -27,6 +28,9 @@ from hfshard.hub.push_files import (
     unindexed_weights,
 )
 from hfshard.hub.repo import RemoteFile, RepoTree
+from tests.commit.test_commit_plan_guide import NEW, OLD, OLD_SHARD_BYTES
+from tests.commit.test_directory_commit import ONE_FILE, save
+from tests.hub.models import files_of
 from tests.saving.helpers import flip
 from tests.servers.objects import git_blob_oid
 
@@ -187,10 +191,10 @@ class SavedOver(DirectoryFiles):
     """A directory into which another process saves between the listing and the opening."""
 
     @contextmanager
-    def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
+    def open_variant(self, variant: str | None, when_open: WhenOpen | None = None) -> Iterator[OpenCheckpoint]:
         """Save, then open what was saved."""
         hfshard.save_state_dict({"w": torch.ones(4000)}, self.place)
-        with super().open_variant(variant) as checkpoint:
+        with super().open_variant(variant, when_open) as checkpoint:
             yield checkpoint
 
 
@@ -202,3 +206,54 @@ def test_a_save_after_the_listing_is_pushed_with_its_own_sizes(tmp_path: Path) -
     shard = contents["model.safetensors"]
     assert shard.size == (tmp_path / "model.safetensors").stat().st_size > 16_000
     assert shard.sha256 == sha256_of((tmp_path / "model.safetensors").read_bytes())
+
+
+class SavedOverLater(DirectoryFiles):
+    """A directory into which another process saves once, when its small files have been read, or all are checked."""
+
+    save: Callable[[], None] | None = None
+    is_late = False
+
+    def _save(self) -> None:
+        if self.save is not None:
+            save, self.save = self.save, None
+            save()
+
+    @contextmanager
+    def open_variant(self, variant: str | None, when_open: WhenOpen | None = None) -> Iterator[OpenCheckpoint]:
+        """Save before or after the opening is complete."""
+
+        def look(checkpoint: OpenCheckpoint) -> None:
+            if when_open is not None:
+                when_open(checkpoint)
+            if not self.is_late:
+                self._save()
+
+        with super().open_variant(variant, look) as checkpoint:
+            self._save()
+            yield checkpoint
+
+
+@pytest.mark.parametrize("limit", [ONE_FILE, OLD_SHARD_BYTES], ids=["one file", "shards"])
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_read_again(tmp_path: Path, limit: int) -> None:
+    save(tmp_path, OLD, limit, version="old")
+    files = SavedOverLater(str(tmp_path))
+    files.save = partial(save, tmp_path, NEW, limit, version="new")
+
+    contents = collect_push_contents(files).contents
+
+    assert {name: read_all(content) for name, content in contents.items()} == files_of(tmp_path)
+
+
+def test_the_config_of_a_checkpoint_that_is_replaced_later_stays_that_of_its_weights(tmp_path: Path) -> None:
+    save(tmp_path, OLD, ONE_FILE, version="old")
+    old = files_of(tmp_path)
+    files = SavedOverLater(str(tmp_path))
+    files.save = partial(save, tmp_path, NEW, ONE_FILE, version="new")
+    files.is_late = True
+
+    contents = collect_push_contents(files).contents
+
+    assert {name: content.sha256 for name, content in contents.items()} == {
+        name: sha256_of(raw) for name, raw in old.items()
+    }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hfshard._util.arguments import reject_hub_arguments
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import CheckpointQuery, is_weights_name
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, WhenOpen, open_checkpoint
 from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.checkpoint.reports import VerifyReport
 from hfshard.checkpoint.verifier import verify_directory
@@ -91,8 +91,10 @@ class MemoryFiles:
     def contents(self) -> dict[str, ByteSource]:
         return Reader(self.place).everything()
 
-    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
-        return open_checkpoint(RangedFolder(Reader(self.place), self.place), variant=variant)
+    def open_variant(
+        self, variant: str | None, when_open: WhenOpen | None = None
+    ) -> AbstractContextManager[OpenCheckpoint]:
+        return open_checkpoint(RangedFolder(Reader(self.place), self.place), variant=variant, when_open=when_open)
 
     def check(self, paths: Collection[str]) -> None:
         """Every name is fine."""
