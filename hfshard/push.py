@@ -136,9 +136,7 @@ def push_to_place(
     files = source.files(follow_links=options.follow_links)
     if below is not None:
         return copy_all(files, below, options.progress, **patterns)
-    found = collect_push_contents(files, **patterns)
-    if not source.is_read_from_disk:
-        found = without_marks(found)
+    found = without_marks(collect_push_contents(files, **patterns))
     request = PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options)
     return push_files(request, target.address)
 

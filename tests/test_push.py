@@ -10,9 +10,11 @@ import torch
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.format.index import with_weights_override
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.commit.test_commit_plan_guide import OLD
 from tests.commit.test_directory_commit import ONE_FILE, save
+from tests.hub.models import files_of
 
 
 @pytest.fixture
@@ -28,6 +30,7 @@ def saved(tmp_path: Path) -> Path:
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = "model.safetensors.index.json"
+TEMPORARY = "model-hfshard-0123456789abcdef.safetensors"
 
 
 def names_at(root: Path, revision: str = "main") -> list[str]:
@@ -126,3 +129,15 @@ def test_a_config_that_was_removed_after_its_save_is_warned_of(
         f"File '{path}' is missing. Download or save the checkpoint again, or run 'hfshard verify {tmp_path / 'out'}'."
     ]
     assert names_at(tmp_path / "hub") == ["model.safetensors"]
+
+
+def test_a_directory_is_pushed_as_saved_although_a_save_was_killed_at_its_commit(tmp_path: Path) -> None:
+    save(tmp_path / "out", OLD, ONE_FILE)
+    whole = files_of(tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    (tmp_path / "out" / "model.safetensors").rename(tmp_path / "out" / TEMPORARY)
+    config.write_bytes(with_weights_override(config.read_bytes(), TEMPORARY))
+
+    pushed = hfshard.push_checkpoint(tmp_path / "out", tmp_path / "hub")
+
+    assert files_of(Path(pushed.url)) == whole

@@ -11,7 +11,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource, read_all
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.file_names import WeightNames
+from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import Verify, without_commit_keys
 from hfshard.format.stored_save import objects_of_saves
 from hfshard.hub.push_files import FilesOfPlace, PushContents, detect_variants
@@ -101,16 +101,15 @@ def listed(patterns: Sequence[str] | str | None) -> list[str] | None:
 
 
 def without_marks(found: PushContents) -> PushContents:
-    """Restore the saved contents of a config.json that was uploaded in the middle of a commit on disk.
+    """Restore the saved contents of a config.json that was read in the middle of a commit on disk.
 
-    The index that such a config names gets its usual name.
+    The index or single file that such a config names gets its usual name.
     """
     contents = dict(found.contents)
-    for variant, index in found.indexes.items():
+    for variant, entry in found.entries.items():
         names = WeightNames(variant)
-        if names.is_commit_temporary(found.entries[variant]):
-            contents.pop(found.entries[variant], None)
-            contents[names.index] = BytesSource(index.to_json())
+        if names.is_commit_temporary(entry):
+            contents[names.index if INDEX_FILE.fullmatch(entry) else names.single] = contents.pop(entry)
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = BytesSource(without_commit_keys(read_all(contents[CONFIG_NAME])))
     return PushContents(contents, found.indexes, found.entries)
