@@ -47,41 +47,36 @@ class OwnFiles:
     If a checkpoint of the variant exists, a pull replaces what belongs to it, as a save does: its weights and indexes,
     config.json, generation_config.json, model.sig, and the files of a tokenizer or processor, by the names that
     transformers gives them. (If weights of another variant share these files, only its weights and indexes.) Every
-    other file is the user's own, even if an earlier pull has written it: only its contents could show that, and they
-    differ. So it is rejected if the file that would replace it has other contents. Shards that no index names are
-    rejected too, because the commit would remove them. A README.md stays as it is, and is not rejected.
+    other file, weights and index included, is the user's own, even if an earlier pull has written it: only its contents
+    could show that, and they differ. So it is rejected if the file that would replace it has other contents. Shards
+    that no index names are rejected too, because the commit would remove them. A README.md stays as it is, and is not
+    rejected.
 
     Args:
         folder: The target, a directory, which may be missing, or a place in a store.
         names: File names of the weights to pull.
-        new: The other files to pull; name -> contents.
-        weights: The weight files, if they are copied as they are; name -> contents.
+        new: All files to pull that keep their names; name -> contents.
 
     Raises:
         SaveDirectoryError: Files differ; the message names them.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        names: WeightNames,
-        new: Mapping[str, ByteSource],
-        weights: Mapping[str, ByteSource] | None = None,
-    ) -> None:
+    def __init__(self, folder: Folder, names: WeightNames, new: Mapping[str, ByteSource]) -> None:
         self._folder = folder
         self._place = folder.path
-        replaces, unnamed = self._look(names)
-        own = {name: source for name, source in new.items() if not (replaces and _is_of_a_checkpoint(name))}
-        weights = {name: source for name, source in (weights or {}).items() if name in unnamed}
-        taken = folder.look_up({*own, *weights})
-        differing = {
-            name for name, there in taken.items() if not contents_equal(there.contents, own.get(name) or weights[name])
+        replaces, replaced, unnamed = self._look(names)
+        own = {
+            name: source
+            for name, source in new.items()
+            if name not in replaced and not (replaces and _is_of_a_checkpoint(name))
         }
+        taken = folder.look_up(own)
+        differing = {name for name, there in taken.items() if not contents_equal(there.contents, own[name])}
         self.keeps_readme = README in differing
         """Whether an existing README.md has other contents, and stays."""
-        self._names = [name for name in own if name not in differing]
+        self._names = [name for name in own if name not in differing | unnamed]
         self._before = folder.look_up(self._names)
-        unnamed = {name for name in unnamed if name not in weights or name in differing}
+        unnamed -= own.keys() - differing
         differing -= {README, *unnamed}
         if differing or unnamed:
             raise self._refusal(differing, unnamed)
@@ -108,20 +103,24 @@ class OwnFiles:
                 path=f"{self._place}/{min(changed)}",
             )
 
-    def _look(self, names: WeightNames) -> tuple[bool, set[str]]:
-        """Return whether the pull replaces a checkpoint, and the shards that it removes though no index names them."""
+    def _look(self, names: WeightNames) -> tuple[bool, set[str], set[str]]:
+        """Return whether the pull replaces a checkpoint, its weights, and shards to remove though no index names them.
+
+        The weights include the indexes, and what a killed save has left of others.
+        """
         if not self._folder.traits.is_directory:
             is_shared = names.variant is not None and _has_checkpoint(self._folder, WeightNames(None, names.base))
-            return _has_checkpoint(self._folder, names) and not is_shared, set()
+            return _has_checkpoint(self._folder, names) and not is_shared, set(), set()
         if not os.path.isdir(self._place):
-            return False, set()
+            return False, set(), set()
         with locked_directory(self._place, wait_seconds=LOCK_WAIT_SECONDS):
             state = read_directory_state(self._place, names)
         # Leftovers of a killed save are removed, as a save does. But without any index, shards may be all that is left
         # of another model.
         leftovers = {name for name in state.leftovers if names.is_shard(name)}
         unnamed = state.strays - leftovers if state.has_weights else state.strays | leftovers
-        return state.has_weights and not state.shares_config, set(unnamed)
+        replaced = state.owned.union(state.leftovers) - unnamed
+        return state.has_weights and not state.shares_config, set(replaced), set(unnamed)
 
     def _refusal(self, differing: Collection[str], unnamed: Collection[str]) -> SaveDirectoryError:
         problems = []

@@ -29,7 +29,7 @@ from hfshard.commit.commit_plan import (
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.directory_state import DirectoryState, none_if_damaged, reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README
-from hfshard.disk.byte_source import ByteSource, copy_file, file_source
+from hfshard.disk.byte_source import copy_file, file_source
 from hfshard.disk.fsops import can_link, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import IntegrityError, SaveDirectoryError
@@ -150,8 +150,8 @@ def copy_to_directory(
     own_files = None
     if not overwrite:
         reject_hub_directory(directory)
-        others = [name for name in extras if name != entry]
-        own_files = OwnFiles(LocalFolder(directory), names, _sources(source, others), _sources(source, weights))
+        sources = {name: file_source(os.path.join(source, name)) for name in [*weights, *extras]}
+        own_files = OwnFiles(LocalFolder(directory), names, sources)
         if own_files.keeps_readme:
             extras.remove(README)
     small = {name: Path(source, name).read_bytes() for name in extras}
@@ -302,10 +302,6 @@ def _taken(session: DirectorySession, checkpoint: OpenCheckpoint) -> list[str]:
         for name in (*checkpoint.shards, *checkpoint.pickles)
         if session.status_of(name) is not None and not _has_same_bytes(session.directory, name, checkpoint.directory)
     ]
-
-
-def _sources(directory: str, names: Collection[str]) -> dict[str, ByteSource]:
-    return {name: file_source(os.path.join(directory, name)) for name in names}
 
 
 def _refusal(directory: str, name: str, problem: str) -> SaveDirectoryError:

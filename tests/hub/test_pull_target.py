@@ -161,6 +161,40 @@ def test_another_models_shards_with_their_index_stay(repo: str, target: Path, tm
     assert len(before) == 4
 
 
+@pytest.mark.parametrize("limit", [1, "1GB"])
+def test_weights_of_the_user_and_their_index_are_refused_by_any_name(
+    limit: int | str, target: Path, tmp_path: Path
+) -> None:
+    entry = "model.safetensors" if limit == "1GB" else "model.safetensors.index.json"
+    best = entry.replace("model", "best")
+    folder = tmp_path / "pushed"
+    hfshard.save_state_dict(OLD, folder, max_shard_size=limit)
+    (folder / entry).rename(folder / best)
+    put(folder / "config.json", json.dumps({"transformers_weights": best}))
+    hfshard.push_checkpoint(folder, tmp_path / "hub")
+    put(target / best, "mine")
+
+    with pytest.raises(SaveDirectoryError, match=rf"replace or remove: '{best}' with other contents"):
+        hfshard.pull_checkpoint(tmp_path / "hub", target)
+
+    assert files_of(target) == {best: b"mine"}
+    hfshard.pull_checkpoint(tmp_path / "hub", target, overwrite=True)
+    assert files_of(target) == files_of(folder)
+
+
+def test_a_single_file_that_another_index_names_is_refused(target: Path, tmp_path: Path) -> None:
+    hfshard.save_state_dict(OLD, tmp_path / "pushed")
+    hfshard.push_checkpoint(tmp_path / "pushed", tmp_path / "hub")
+    hfshard.save_state_dict(NEW, target)
+    put(target / "ema.safetensors.index.json", json.dumps({"weight_map": dict.fromkeys(NEW, "model.safetensors")}))
+    before = files_of(target)
+
+    with pytest.raises(SaveDirectoryError, match=r"remove: 'model\.safetensors' with other contents"):
+        hfshard.pull_checkpoint(tmp_path / "hub", target)
+
+    assert files_of(target) == before
+
+
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_shards_that_no_index_names_are_refused_and_removed_by_overwrite(
     has_weights: bool, repo: str, target: Path, tmp_path: Path
