@@ -36,7 +36,8 @@ def pull_checkpoint(
 
     The other files of its folder are pulled too: config, tokenizer, code, README, and the weights in subfolders; but
     not the weights of other variants and formats, except those that a transformers class reads along with its own
-    (`spk_dict.pt` of Qwen2.5-Omni). All files are from one commit. An interrupted pull continues where it stopped.
+    (`spk_dict.pt` of Qwen2.5-Omni), and nothing in `.git`, `.cache` and `__pycache__`. All files are from one commit.
+    An interrupted pull continues where it stopped.
 
     From a store, tensors are read by ranges, straight into the files of the directory or of another store, and compared
     with their checksums in transit; the tensors of each file stay together. So are those that are pulled from a hub

@@ -22,7 +22,7 @@ def saved(tmp_path: Path) -> Path:
     """A checkpoint of two shards, with files that are pushed and a folder that never is."""
     directory = tmp_path / "saved"
     hfshard.save_state_dict({"a": torch.ones(3), "b": torch.zeros(3)}, directory, max_shard_size=1)
-    for name in ("README.md", "onnx/notes.txt", ".git/HEAD", "onnx/__pycache__/x.pyc"):
+    for name in ("README.md", "onnx/notes.txt", ".GIT/HEAD", "onnx/__pycache__/x.pyc"):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(name)
     return directory

@@ -30,7 +30,7 @@ from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteC
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, checkpoint_of, replaced_weights
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.hub.model_card import CARD_PICTURE, draw_card, merge_card
-from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
+from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_left_out, is_plain_path
 from hfshard.stores.store import StoredSource
 
 logger = logging.getLogger(__name__)
@@ -424,17 +424,14 @@ def reject_conflicting_push(
 # Files to push from one place: checked, with the hashes of the save, and without leftovers.
 
 
-LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
-"""Folders that are never pushed: those of git, of huggingface_hub and hfshard, and of Python."""
-
 _LINKS: Final = (
     "the directory that is pushed. Pass follow_links=True (hfshard push --follow-links) to push what they link to, "
     "or exclude them with ignore_patterns."
 )
 """End of the message about links that leave the directory."""
 
-_JUNK: Final = frozenset({".DS_Store", ".git"})
-"""Files that are never pushed; `.git` is a file in git's worktrees and submodules."""
+_JUNK: Final = ".DS_Store"
+"""A file that is never pushed: a view of the folder in macOS."""
 
 
 def collect_directory(
@@ -650,10 +647,10 @@ def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
 
 def _paths(directory: str) -> Iterator[str]:
     for above, folders, files in os.walk(directory):
-        folders[:] = sorted(name for name in folders if name not in LEFT_OUT)
+        folders[:] = sorted(name for name in folders if not is_left_out(name))
         for name in [*(one for one in folders if os.path.islink(os.path.join(above, one))), *sorted(files)]:
             path = os.path.join(above, name)
-            if name in _JUNK:
+            if name == _JUNK or is_left_out(name):
                 continue
             if os.path.isfile(path):
                 yield _checked_name(os.path.relpath(path, directory), directory)

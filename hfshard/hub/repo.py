@@ -149,6 +149,19 @@ def is_plain_path(path: str) -> bool:
     )
 
 
+LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
+"""Folders that are never pushed or pulled: git's, huggingface_hub's with hfshard's staging, and Python's. They would
+obey what a stranger wrote there."""
+
+
+def is_left_out(path: str) -> bool:
+    """Return whether a path is never pushed or pulled; a file system may ignore the case of its letters.
+
+    `.git` is a file in git's worktrees and submodules.
+    """
+    return any(part.lower() in LEFT_OUT for part in path.split("/"))
+
+
 class StaleParentError(Exception):
     """The branch has moved on from the commit that a push was planned for; `push_files` plans and commits again."""
 

@@ -36,7 +36,7 @@ from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import is_save_index
 from hfshard.format.strict_json import json_object_or_none
-from hfshard.hub.repo import CommitFiles
+from hfshard.hub.repo import CommitFiles, is_left_out
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +179,8 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
 
     If patterns choose the files (`is_asked`), any may be pulled, except other weights of the checkpoint.
     """
-    if any(part.lower() == ".git" for part in path.split("/")):
-        return False  # git would obey what a stranger wrote there
+    if is_left_out(path):
+        return False
     if path in _READ_BY_MODELS:
         return size <= MAX_COMPANION_BYTES
     if "/" not in path and is_save_index(path):

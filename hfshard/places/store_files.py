@@ -22,7 +22,8 @@ from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import SaveId, objects_of_saves, split_object_name
 from hfshard.hub.directory.commit_graph import check_paths
-from hfshard.hub.push_files import LEFT_OUT, detect_variants
+from hfshard.hub.push_files import detect_variants
+from hfshard.hub.repo import is_left_out
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject, StoredSource
@@ -74,11 +75,11 @@ class StoreFiles:
         return self._store.list_objects(recursive=True) == self._listed
 
     def contents(self) -> dict[str, ByteSource]:
-        """List all files under their usual names, except those in folders that are never pushed.
+        """List all files under their usual names, except those that are never pushed.
 
         They are pinned to the listed objects: if one is replaced meanwhile, reading it is an error.
         """
-        return {name: one for name, one in self._shown.items() if LEFT_OUT.isdisjoint(name.split("/")[:-1])}
+        return {name: one for name, one in self._shown.items() if not is_left_out(name)}
 
     @contextmanager
     def open_variant(self, variant: str | None, when_open: WhenOpen | None = None) -> Iterator[OpenCheckpoint]:

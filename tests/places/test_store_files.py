@@ -36,7 +36,8 @@ def raw_of(source: ByteSource) -> bytes:
 
 
 def test_files_have_the_names_that_they_have_in_a_directory(store: MemoryStore) -> None:
-    store.put(".git/config", b"")
+    for name in (".git/config", "a/.Cache/x", ".git"):
+        store.put(name, b"")
 
     contents = StoreFiles(ADDRESS).contents()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -57,17 +58,18 @@ def test_pull_into_a_new_directory_gives_the_very_files(hub: PullHub, repo: str,
 
 
 @pytest.mark.parametrize("patterns", [None, ["*"]])
-def test_nothing_is_pulled_that_git_would_obey(
+def test_nothing_is_pulled_that_git_python_or_hfshard_would_obey(
     hub: PullHub, repo: str, folder: Path, tmp_path: Path, patterns: list[str] | None
 ) -> None:
     hub.publish(repo, folder)
     hooks = [".git/config", ".git/hooks/post-checkout", ".GIT/config", "a/.git/config"]
+    hooks += [".cache/huggingface/hfshard/001.small", "a/.cache/x", "__pycache__/x.pyc"]
     hub.view(repo).commit(dict.fromkeys([*hooks, "a/b.git", ".gitignore"], b"#!/bin/sh"), "Hooks")
     hub.call("pull", repo, tmp_path / "there", cache_dir=tmp_path / "cache", allow_patterns=patterns)
 
     names = files_of(tmp_path / "there").keys()
     assert {"a/b.git", ".gitignore"} <= names
-    assert not [name for name in names if ".git/" in name.lower()]
+    assert not [name for name in names if re.search(r"\.git/|\.cache/|__pycache__/", name.lower())]
 
 
 def test_patterns_choose_among_the_other_files_only(hub: PullHub, repo: str, folder: Path, tmp_path: Path) -> None:
