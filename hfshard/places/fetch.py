@@ -28,7 +28,7 @@ from hfshard.commit.commit_plan import (
 )
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.directory_state import DirectoryState, none_if_damaged, reject_hub_directory
-from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README
+from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README
 from hfshard.disk.byte_source import copy_file, file_source
 from hfshard.disk.fsops import can_link, write_file
 from hfshard.disk.safe_open import read_small
@@ -154,14 +154,18 @@ def copy_to_directory(
         own_files = OwnFiles(LocalFolder(directory), names, sources)
         if own_files.keeps_readme:
             extras.remove(README)
-    small = {name: Path(source, name).read_bytes() for name in extras}
+    small = {
+        name: Path(source, name).read_bytes() for name in extras if name in (CONFIG_NAME, GENERATION_CONFIG_NAME, entry)
+    }
+    others = [name for name in extras if name not in small]
     config = small.pop(CONFIG_NAME, None)
+    index = small.pop(names.index, None)
     staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
-    index = small.pop(names.index, None) if entry == names.index else None
+    beside = {name: f"{number:05d}.companion" for number, name in enumerate(others)}
     # Two revisions of another program's checkpoint may have equal indexes.
     fingerprints = [f"{name} {shard.fingerprint()}".encode() for name, shard in checkpoint.shards.items()]
     digest = content_digest([config or b"", index or b"", *fingerprints])
-    new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
+    new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest, beside)
     with save_session(directory, names) as session:
         has_others = superseded_files(session.state, new) or changed_config(session.state, new) is not None
         if not has_others and all(_has_same_bytes(directory, name, source) for name in [*weights, *extras]):
@@ -171,9 +175,10 @@ def copy_to_directory(
         if needs_hard_links(state, new) and not _has_hard_links(session):
             raise _refusal(directory, entry, "another config, on a file system without hard links")
         session.make_folders([*weights, *extras])
-        session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
-        for name, target in staged.items():
-            copy_file(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)
+        session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in [*weights, *others]))
+        for name, target in {**staged, **beside}.items():
+            like = session.like(name) or session.replaced
+            copy_file(os.path.join(source, name), os.path.join(session.staging, target), like)
         if own_files is not None:
             own_files()
         session.commit(plan_commit(state, new, plan))

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hfshard
-from hfshard.errors import CommitUndoneError, CommitUnfinishedError, SaveDirectoryError
+from hfshard.errors import CommitUndoneError, CommitUnfinishedError, NotEnoughSpaceError, SaveDirectoryError
+from tests.helpers.memory import MIB, peak_during
 from tests.hub.models import files_of
 
 CHANGING = ("rename", "replace", "unlink", "link")
@@ -388,6 +389,23 @@ def test_a_pull_that_is_refused_renames_nothing(repo: str, tmp_path: Path) -> No
         hfshard.pull_checkpoint(repo, target)
 
     assert files_of(target) == before
+
+
+def test_weights_in_folders_are_copied_like_the_checkpoint_and_take_space(
+    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hfshard.save_state_dict({"w": torch.ones(8 * MIB)}, tmp_path / "pushed" / "2_Dense")
+    hfshard.push_checkpoint(tmp_path / "pushed", repo)
+    full = os.statvfs_result((4096, 4096, 4096, 4096, 4096, 1000, 100, 100, 0, 255))  # 16 MiB are free
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _path: full)
+        with pytest.raises(NotEnoughSpaceError, match="16,777,216 are free"):
+            hfshard.pull_checkpoint(repo, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+    assert peak_during(lambda: hfshard.pull_checkpoint(repo, tmp_path / "target")) < 24 * MIB
+    assert files_of(tmp_path / "target") == files_of(tmp_path / "pushed")
 
 
 def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> None:
