@@ -309,39 +309,35 @@ def save_session(
         CommitUnfinishedError: The save is done, but a signature may be stale, and could not be inspected or removed.
     """
     reject_hub_directory(directory)
-    made = _make(directory)
-    try:
-        with fsops.locked_directory(directory, wait_seconds=wait_seconds):
-            fsops.reject_linked_directories(directory, STAGING_DIRECTORY)
-            for name in (CONFIG_NAME, names.single, names.index):
-                _reject_directory(directory, name)
+    make = partial(_make, directory)
+    with fsops.locked_directory(directory, wait_seconds=wait_seconds, make=make) as made:
+        fsops.reject_linked_directories(directory, STAGING_DIRECTORY)
+        for name in (CONFIG_NAME, names.single, names.index):
+            _reject_directory(directory, name)
+        state = read_directory_state(directory, names)
+        if state.leftovers:
+            _clean_up(directory, state.leftovers)
             state = read_directory_state(directory, names)
-            if state.leftovers:
-                _clean_up(directory, state.leftovers)
-                state = read_directory_state(directory, names)
-            session = DirectorySession(directory, state, made)
-            watch = SignatureTracker(directory)
+        session = DirectorySession(directory, state, made)
+        watch = SignatureTracker(directory)
+        try:
+            clear_staging(directory)
+            os.makedirs(session.staging)
+            yield session
             try:
+                watch.after_save(partial(_recorded, directory, names), is_removed=session.drops_signature)
+            except OSError as error:
+                if not session.is_committed:
+                    raise
+                raise CommitUnfinishedError(
+                    f"The new checkpoint in '{directory}' was saved and every reader loads it, but its "
+                    f"'{SIGNATURE_NAME}' may be stale, and could not be inspected or removed: {error}. Sign again, "
+                    "or delete that file.",
+                    path=directory,
+                ) from error
+        finally:
+            if not session.is_unfinished:
                 clear_staging(directory)
-                os.makedirs(session.staging)
-                yield session
-                try:
-                    watch.after_save(partial(_recorded, directory, names), is_removed=session.drops_signature)
-                except OSError as error:
-                    if not session.is_committed:
-                        raise
-                    raise CommitUnfinishedError(
-                        f"The new checkpoint in '{directory}' was saved and every reader loads it, but its "
-                        f"'{SIGNATURE_NAME}' may be stale, and could not be inspected or removed: {error}. Sign again, "
-                        "or delete that file.",
-                        path=directory,
-                    ) from error
-            finally:
-                if not session.is_unfinished:
-                    clear_staging(directory)
-    except BaseException:
-        fsops.remove_empty_directories(made)
-        raise
 
 
 def _recorded(directory: str, names: WeightNames) -> dict[str, FileDigest]:

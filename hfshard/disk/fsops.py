@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -32,6 +32,9 @@ _NO_FULL_FLUSH: Final = UNSUPPORTED | {errno.EINVAL, errno.ENOTTY, errno.ENODEV}
 
 _LOCK_WAIT_SECONDS: Final = 0.02
 
+_LOCK_TRIES: Final = 100
+"""The most directories that are locked in turn because each was removed or replaced before."""
+
 _SILENT_SECONDS: Final = 2.0
 """Duration of a wait for a lock before it is logged."""
 
@@ -40,23 +43,32 @@ _SPARE_BYTES: Final = 16 * 1024 * 1024
 
 
 @contextmanager
-def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
+def locked_directory(
+    directory: str, *, wait_seconds: float, make: Callable[[], list[str]] | None = None
+) -> Iterator[list[str]]:
     """Hold the directory's own lock, which needs no lock file and dies with the process.
 
     Args:
-        directory: It must exist.
+        directory: The directory.
         wait_seconds: How long to wait for another process that holds it; after 2 s a warning names that process.
+        make: As in `lock`.
 
     Yields:
-        The directory's file descriptor.
+        The directories that `make` created, to which the block may add, deepest last. If it fails, the empty ones are
+        removed, while no other save can be in them.
 
     Raises:
         DirectoryLockedError: Another process held it for all that time.
     """
-    own = ForkSafeDescriptor(directory)
+    own = ForkSafeDescriptor()
     try:
-        lock(own.fd, directory, wait_seconds)
-        yield own.fd
+        made = lock(own, directory, wait_seconds, make)
+        try:
+            yield made
+        except BaseException:
+            if own.is_open:
+                remove_empty_directories(made)
+            raise
     finally:
         if own.is_open:  # in a process that was forked inside the block it is not, and the lock is its parent's
             unlock(own.fd, directory)
@@ -77,12 +89,59 @@ def unlock(fd: int, directory: str) -> None:
             )
 
 
-def lock(fd: int, directory: str, wait_seconds: float) -> None:
-    """Lock a directory by its open descriptor; log a warning that names the process it waits for.
+def lock(
+    own: ForkSafeDescriptor, directory: str, wait_seconds: float, make: Callable[[], list[str]] | None = None
+) -> list[str]:
+    """Open and lock a directory, and the next one at its path if it was removed or replaced meanwhile.
+
+    Args:
+        own: The descriptor to open.
+        directory: The directory.
+        wait_seconds: How long to wait for another process; a warning names it.
+        make: Creates the directory if it is missing, as `make_directories`. None: it must exist.
+
+    Returns:
+        The directories that `make` created, deepest last.
 
     Raises:
-        DirectoryLockedError: Another process held it for all that time.
+        DirectoryLockedError: Another process held it for all that time; `actual` describes the process.
+        FileNotFoundError: It is missing.
     """
+    made: list[str] = []
+    for left in reversed(range(_LOCK_TRIES)):
+        try:
+            made += make() if make is not None else []
+            own.open(directory)
+        except FileNotFoundError:  # a save that failed has removed a directory that it had created
+            if make is None or not left:
+                raise
+            continue
+        _wait_for_lock(own.fd, directory, wait_seconds)
+        if is_still_at(directory, own.fd):
+            return made
+        unlock(own.fd, directory)
+        own.close()
+    raise DirectoryLockedError(
+        f"'{directory}' was removed or replaced each time it was locked. Find out which program does that, or save "
+        "into another directory.",
+        path=directory,
+        actual="another process",
+    )
+
+
+def is_still_at(directory: str, fd: int) -> bool:
+    """Return whether a path leads to the directory that was opened: it may have been removed or renamed since."""
+    try:
+        opened, found = os.fstat(fd), os.stat(directory)
+        if os.path.samestat(opened, found):
+            return True
+        # Some network file systems change a directory's number each time: then its contents equal those at the path.
+        return opened.st_nlink > 0 and sorted(os.listdir(fd)) == sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _wait_for_lock(fd: int, directory: str, wait_seconds: float) -> None:
     began = time.monotonic()
     deadline = began + wait_seconds
     was_told = False
@@ -93,10 +152,12 @@ def lock(fd: int, directory: str, wait_seconds: float) -> None:
         except BlockingIOError as error:
             now = time.monotonic()
             if now >= deadline:
+                holder = lock_holder(fd)
                 raise DirectoryLockedError(
-                    f"'{directory}' is locked: {lock_holder(fd)} was still saving there after {wait_seconds:g} s. "
+                    f"'{directory}' is locked: {holder} was still saving there after {wait_seconds:g} s. "
                     "Wait for it, or save into another directory.",
                     path=directory,
+                    actual=holder,
                 ) from error
             if not was_told and now - began >= _SILENT_SECONDS:
                 was_told = True
@@ -363,8 +424,12 @@ class ForkSafeDescriptor:
     outlives a killed trainer by seconds, a daemon by days.
     """
 
-    def __init__(self, directory: str) -> None:
-        """Open the directory.
+    def __init__(self) -> None:
+        """Open nothing yet."""
+        self.fd = -1
+
+    def open(self, directory: str) -> None:
+        """Open a directory.
 
         Raises:
             OSError: It cannot be opened, or is not a directory.

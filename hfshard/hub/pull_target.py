@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Final
 
@@ -111,10 +110,11 @@ class OwnFiles:
         if not self._folder.traits.is_directory:
             is_shared = names.variant is not None and _has_checkpoint(self._folder, WeightNames(None, names.base))
             return _has_checkpoint(self._folder, names) and not is_shared, set(), set()
-        if not os.path.isdir(self._place):
+        try:
+            with locked_directory(self._place, wait_seconds=LOCK_WAIT_SECONDS):
+                state = read_directory_state(self._place, names)
+        except (FileNotFoundError, NotADirectoryError):  # there is none, or a failed save has removed it
             return False, set(), set()
-        with locked_directory(self._place, wait_seconds=LOCK_WAIT_SECONDS):
-            state = read_directory_state(self._place, names)
         # Leftovers of a killed save are removed, as a save does. But without any index, shards may be all that is left
         # of another model.
         leftovers = {name for name in state.leftovers if names.is_shard(name)}

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from hfshard.commit.directory_commit import save_session
+from hfshard.disk import fsops
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, DamagedCheckpointError
+from hfshard.format.file_names import WeightNames
 from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -69,6 +72,22 @@ def test_a_single_file_that_cannot_be_removed_goes_on_loading_for_every_reader(
         assert raised.value.errno == errno.EPERM
         assert listing(tmp_path) == before
         assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("old", "old")
+
+
+def test_a_save_that_waits_for_one_that_fails_makes_the_directory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.0)
+    folder = tmp_path / "new" / "out"
+    failing = save_session(str(folder), WeightNames())
+    failing.__enter__()
+    monkeypatch.setattr(
+        caplog.handler, "filters", [lambda _record: not failing.__exit__(OSError, OSError("full"), None)]
+    )
+
+    save(folder, NEW, SHARDS)
+
+    assert (by_transformers(folder), by_hub(folder)) == ("new", "new")
 
 
 def test_an_error_between_two_readers_says_who_loads_which(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 
 
 def test_lock_ends_with_its_block_though_a_forked_process_lives_on(tmp_path: Path) -> None:
-    with locked_directory(str(tmp_path), wait_seconds=0) as fd:
+    with locked_directory(str(tmp_path), wait_seconds=0):
+        opened = {int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+        [fd] = [fd for fd in opened if os.path.samestat(os.fstat(fd), os.stat(tmp_path))]
         kept = os.dup(fd)  # as a DataLoader's worker has it that was forked meanwhile
     try:
         with locked_directory(str(tmp_path), wait_seconds=0):
@@ -54,6 +58,73 @@ def test_who_waits_for_a_lock_is_told_who_holds_it(
 
     told = rf"Waiting for up to 120 s: process {other.pid} (.*) is saving into '{tmp_path}'."
     assert [re.sub(r"\(.*\)", "(.*)", record.getMessage()) for record in caplog.records] == [told]
+
+
+def test_who_waits_for_the_lock_of_a_directory_that_was_replaced_gets_that_of_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.0)
+    directory = tmp_path / "out"
+    directory.mkdir()
+    old, new = ExitStack(), ExitStack()
+    old.enter_context(locked_directory(str(directory), wait_seconds=0))
+
+    def replace_or_release(_record: logging.LogRecord) -> bool:
+        if len(caplog.records) == 0:
+            directory.rmdir()
+            directory.mkdir()
+            new.enter_context(locked_directory(str(directory), wait_seconds=0))
+            old.close()
+        else:
+            new.close()
+        return True
+
+    monkeypatch.setattr(caplog.handler, "filters", [replace_or_release])
+    with locked_directory(str(directory), wait_seconds=120):
+        assert len(caplog.records) == 2
+        with pytest.raises(DirectoryLockedError), locked_directory(str(directory), wait_seconds=0):
+            pass
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_who_waits_for_a_directory_that_a_failed_save_removes_makes_it_again_or_misses_it(
+    is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.0)
+    directory = str(tmp_path / "out")
+    make = partial(fsops.make_directories, directory)
+    failing = locked_directory(directory, wait_seconds=0, make=make)
+    assert failing.__enter__() == [directory]
+    monkeypatch.setattr(
+        caplog.handler, "filters", [lambda _record: not failing.__exit__(OSError, OSError("full"), None)]
+    )
+
+    with (
+        nullcontext() if is_made else pytest.raises(FileNotFoundError),
+        locked_directory(directory, wait_seconds=120, make=make if is_made else None) as made,
+    ):
+        assert made == [directory] and os.path.isdir(directory)
+
+    assert os.path.isdir(directory) == is_made
+
+
+def test_a_directory_that_a_failed_save_made_goes_before_another_gets_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "out"
+    rmdir = os.rmdir
+
+    def locked_rmdir(path: str) -> None:
+        with pytest.raises(DirectoryLockedError), locked_directory(str(directory), wait_seconds=0):
+            pass
+        rmdir(path)
+
+    monkeypatch.setattr(os, "rmdir", locked_rmdir)
+    make = partial(fsops.make_directories, str(directory))
+    with pytest.raises(OSError, match="full"), locked_directory(str(directory), wait_seconds=0, make=make):
+        raise OSError("full")
+
+    assert not directory.exists()
 
 
 def test_another_thread_is_called_so(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.cli.main import main
+from hfshard.commit.directory_commit import save_session
+from hfshard.disk import fsops
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import SaveDirectoryError
 from hfshard.format.file_names import WeightNames
@@ -271,6 +274,22 @@ def test_a_file_that_is_written_during_the_pull_is_not_replaced(
         hfshard.pull_checkpoint(repo, target)
 
     assert files_of(target) == {"train.py": b"mine"}
+
+
+def test_a_directory_that_a_failed_save_removes_meanwhile_has_no_files_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.0)
+    place = str(tmp_path / "out")
+    failing = save_session(place, WeightNames())
+    failing.__enter__()
+    monkeypatch.setattr(
+        caplog.handler, "filters", [lambda _record: not failing.__exit__(OSError, OSError("full"), None)]
+    )
+
+    OwnFiles(LocalFolder(place), WeightNames(), {"train.py": BytesSource(b"theirs")})()
+
+    assert len(caplog.records) == 1 and not os.path.exists(place)
 
 
 def test_an_empty_store_is_listed_once_and_nothing_next_to_it() -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -43,7 +44,6 @@ from hfshard.disk.byte_source import ByteSource
 from hfshard.disk.fsops import (
     locked_directory,
     make_directories,
-    remove_empty_directories,
     rename,
     sync_directory,
     write_file,
@@ -503,20 +503,19 @@ def _write_hub_marker(root: str) -> bool:
         HubError: It contains something else, or it is a file.
         DirectoryLockedError: Another process did not release the directory's lock.
     """
+    with locked_directory(root, wait_seconds=LOCK_WAIT_SECONDS, make=partial(_make_root, root)):
+        if has_hub_marker(root):
+            return False
+        _check_empty(root)
+        _write_marker_file(root)
+        return True
+
+
+def _make_root(root: str) -> list[str]:
     try:
-        made = make_directories(root)
+        return make_directories(root)
     except (NotADirectoryError, FileExistsError) as error:
         raise HubError(f"Cannot create a hub in '{root}': it, or a path above it, is a file.", path=root) from error
-    try:
-        with locked_directory(root, wait_seconds=LOCK_WAIT_SECONDS):
-            if has_hub_marker(root):
-                return False
-            _check_empty(root)
-            _write_marker_file(root)
-            return True
-    except BaseException:
-        remove_empty_directories(made)
-        raise
 
 
 def _check_empty(root: str) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from hfshard.checkpoint.folder import Folder, LocalFolder
@@ -21,8 +22,8 @@ from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
 from hfshard.disk.fsops import (
     FlushBatch,
     ForkSafeDescriptor,
+    is_still_at,
     lock,
-    lock_holder,
     make_directories,
     require_space,
     sync_directory,
@@ -266,8 +267,7 @@ class RunDirectory:
             if self.is_acquired:
                 return False
             reject_hub_directory(self.root)
-            make_directories(self.root)
-            self._lock = RunLock(self.root)  # a forked process needs its own
+            self._lock = RunLock(self.root, partial(make_directories, self.root))  # a forked process needs its own
             weakref.finalize(self, self._lock.close)
             return True
 
@@ -475,23 +475,22 @@ _WAIT_SECONDS: Final = 5.0
 class RunLock:
     """The lock of a directory (flock on its descriptor: there is no lock file, and it dies with the process)."""
 
-    def __init__(self, directory: str) -> None:
-        """Take the lock.
+    def __init__(self, directory: str, make: Callable[[], list[str]] | None = None) -> None:
+        """Take the lock; `make` creates the directory if it is missing.
 
         Raises:
             DirectoryLockedError: Another manager, in this process or another one, holds it.
         """
         self.directory = directory
-        self._own = ForkSafeDescriptor(directory)
+        self._own = ForkSafeDescriptor()
         try:
-            lock(self._own.fd, directory, _WAIT_SECONDS)
-        except BlockingIOError as error:
-            holder = lock_holder(self._own.fd)
+            lock(self._own, directory, _WAIT_SECONDS, make)
+        except DirectoryLockedError as error:
             self._own.close()
             raise DirectoryLockedError(
-                f"Another CheckpointManager is saving into '{directory}': {holder}. Stop the other run, or close() its "
-                "manager, or pass this one another directory. (A failed notebook cell may hold it: restart the "
-                "kernel.)",
+                f"Another CheckpointManager is saving into '{directory}': {error.actual}. Stop the other run, or "
+                "close() its manager, or pass this one another directory. (A failed notebook cell may hold it: restart "
+                "the kernel.)",
                 path=directory,
             ) from error
         except BaseException:
@@ -506,14 +505,7 @@ class RunLock:
     @property
     def is_of_the_run(self) -> bool:
         """True if the locked directory is still the one at its path: it may have been removed or renamed."""
-        try:
-            locked, found = os.fstat(self._own.fd), os.stat(self.directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        if os.path.samestat(locked, found):
-            return True
-        # Some network file systems change a directory's number each time: then its contents equal those at the path.
-        return locked.st_nlink > 0 and sorted(os.listdir(self._own.fd)) == sorted(os.listdir(self.directory))
+        return is_still_at(self.directory, self._own.fd)
 
     def close(self) -> None:
         """Release the lock; a second call does nothing, nor does one in a forked process."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.disk import fsops
 from hfshard.errors import DirectoryLockedError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import run_directory as run_lock
@@ -80,6 +81,21 @@ def test_the_lock_is_of_the_directory_by_whatever_path(tmp_path: Path, impatient
             CheckpointManager(tmp_path / "link").save(2, state())
         with CheckpointManager(tmp_path / "run/inner") as inner:  # another directory
             inner.save(1, state())
+
+
+def test_a_manager_that_waits_for_a_run_that_is_removed_makes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.0)
+    run = tmp_path / "run"
+    run.mkdir()
+    removed = run_lock.RunLock(str(run))
+    monkeypatch.setattr(caplog.handler, "filters", [lambda _record: run.rmdir() or removed.close() or True])
+
+    with CheckpointManager(run) as manager:
+        manager.save(1, state())
+
+    assert steps_in(run) == [1]
 
 
 def test_a_lock_that_cannot_be_had_by_a_sweep_is_given_back(
