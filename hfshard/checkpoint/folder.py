@@ -142,9 +142,9 @@ class Folder(ABC):
     def refresh(self, names: WeightNames | None = None) -> None:
         """List the current files; with `names`, show those of that checkpoint's newest save."""
 
-    @abstractmethod
     def is_current(self) -> bool:
-        """Return whether a new listing would be the last one."""
+        """Return whether a new listing would be the last one, if there is one; see `entry_versions` for all places."""
+        return True
 
     def has(self, name: str) -> bool:
         """Return whether there is anything of this name, links that lead nowhere included."""
@@ -309,10 +309,6 @@ class LocalFolder(Folder):
 
     def refresh(self, names: WeightNames | None = None) -> None:
         """Do nothing: there is no listing."""
-
-    def is_current(self) -> bool:
-        """Return True: open files stay what they are."""
-        return True
 
     def as_stock(self) -> Folder:
         """Return a folder that logs defects."""

@@ -372,7 +372,7 @@ def _open_until_whole(
     def open_one_save() -> OpenCheckpoint:
         weights_override = weights_name
         folder.refresh(names if weights_name is None else None)
-        before = _token(folder, names, weights_override)
+        before = versions_or_error(folder, names, weights_override)
         try:
             weights_override = find_name()
             if weights_override != weights_name:
@@ -381,7 +381,7 @@ def _open_until_whole(
             checkpoint = open_once(weights)
         except HfshardError as error:
             folder.refresh()
-            is_unchanged = before == _token(folder, names, weights_override)
+            is_unchanged = before == versions_or_error(folder, names, weights_override)
             if isinstance(error, CheckpointChangedError):
                 if error.is_final:
                     raise
@@ -407,7 +407,7 @@ def _is_listed_now(folder: Folder, error: HfshardError) -> bool:
     return is_missing and error.path in {f"{folder.path}/{name}" for name in folder.paths()}
 
 
-def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
+def versions_or_error(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
     """Return the result of `entry_versions`; if the index of a save can't be read, the error's message."""
     try:
         return entry_versions(folder, names, weights_override)

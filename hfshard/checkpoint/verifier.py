@@ -20,7 +20,7 @@ from hfshard.checkpoint.check_files import (
 )
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, versions_or_error
 from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
@@ -108,15 +108,26 @@ def verify_directory(
 
     def check() -> VerifyReport:
         folder.refresh(names if weights_name is None else None)
+        before = versions_or_error(folder, names, weights_name)
+
+        def is_replaced() -> bool:
+            return not folder.is_current() or before != versions_or_error(folder, names, weights_name)
+
         verifier = Verifier(folder, names, level, weights_name)
         total = 0
-        if level == "full":
-            with suppress(DamagedCheckpointError, UnsafePathError, CheckpointChangedError):  # the verifier reports it
-                total = weights_bytes(folder, (SAFETENSORS_SUFFIX,))
-        with byte_progress("Verifying", total, progress if total else False) as progress_callback:
-            verifier.run(progress_callback)
-        report = verifier.report()
-        if report.problems and not folder.is_current():
+        try:
+            if level == "full":
+                # The verifier reports these.
+                with suppress(DamagedCheckpointError, UnsafePathError, CheckpointChangedError):
+                    total = weights_bytes(folder, (SAFETENSORS_SUFFIX,))
+            with byte_progress("Verifying", total, progress if total else False) as progress_callback:
+                verifier.run(progress_callback)
+            report = verifier.report()
+        except CheckpointNotFoundError as error:
+            if is_replaced():
+                raise ReplacedMeanwhile from error
+            raise
+        if report.problems and is_replaced():
             raise ReplacedMeanwhile
         return report
 

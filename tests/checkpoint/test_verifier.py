@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hfshard
-from hfshard.checkpoint.folder import as_folder
+from hfshard.checkpoint.folder import LocalFolder, as_folder
 from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.checkpoint.verifier import Verifier, verify_directory
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StoreConnectionError
@@ -19,6 +20,7 @@ from hfshard.format.file_names import WeightNames
 from hfshard.models.module_weights import save_module
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
+from hfshard.shards.shard import SafetensorsShard
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -127,3 +129,50 @@ def test_a_store_that_cannot_be_asked_says_nothing_about_the_checkpoint(tmp_path
         verifier.findings.add_error(StoreConnectionError("no answer"))
 
     assert verifier.report().ok
+
+
+class ReplacedFolder(LocalFolder):
+    """A directory into which another save goes at the first look at one of its files."""
+
+    def __init__(self, path: Path, seen: str, limit: int | str) -> None:
+        super().__init__(str(path))
+        self.seen = seen
+        self.limit = limit
+        self.looks = 0
+
+    def _look(self, name: str) -> None:
+        self.looks += name == self.seen
+        if name == self.seen and self.looks == 1:
+            hfshard.save_state_dict({"a": torch.zeros(2), "b": torch.zeros(2)}, self.path, max_shard_size=self.limit)
+
+    def has(self, name: str) -> bool:
+        found = super().has(name)
+        self._look(name)
+        return found
+
+    def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
+        for name in names:
+            self._look(name)
+        return super().open_shards(names)
+
+
+@pytest.mark.parametrize(("seen", "limit"), [(FIRST, 1), (FIRST, "1GB"), ("model.safetensors", "1GB")])
+def test_a_checkpoint_that_a_save_replaces_meanwhile_is_whole(seen: str, limit: int | str, tmp_path: Path) -> None:
+    hfshard.save_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, max_shard_size=1)
+    folder = ReplacedFolder(tmp_path, seen, limit)
+
+    report = verify_directory(folder, WeightNames(), "full", False)
+
+    assert report.ok and folder.looks > 0
+    assert not torch.any(hfshard.load_state_dict(tmp_path)["a"])
+
+
+def test_a_damaged_checkpoint_is_read_once(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, max_shard_size=1)
+    (tmp_path / FIRST).unlink()
+    folder = ReplacedFolder(tmp_path, FIRST, 1)
+    folder.looks = 1  # so that no save follows
+
+    report = verify_directory(folder, WeightNames(), "full", False)
+
+    assert (len(report.problems), folder.looks) == (1, 2)
