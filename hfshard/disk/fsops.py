@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from hfshard._util.threads import run_in_threads
@@ -371,7 +371,7 @@ def rename(source: str, target: str, folder_fd: int | None = None) -> None:
         logger.warning(
             "'%s' does not support rename (%s): the file is copied into place.", os.path.dirname(target), error
         )
-        _copy_over(source, target)
+        _copy_over(source, target, folder_fd)
         os.unlink(source)
 
 
@@ -383,13 +383,18 @@ def unlink_if_exists(path: str) -> None:
         return
 
 
-def _copy_over(source: str, target: str) -> None:
-    with open(source, "rb") as reading, open(target, "wb") as writing:
-        while block := reading.read(COPY_BYTES):
-            writing.write(block)
-        writing.flush()
-        copy_mode(writing.fileno(), os.fstat(reading.fileno()))
-        sync(writing.fileno(), target)
+def _copy_over(source: str, target: str, folder_fd: int | None) -> None:
+    """Copy a file in place of another one, whose bytes stay: other links, or open files, may have them."""
+    name = target if folder_fd is None else os.path.basename(target)
+    with open(source, "rb") as reading:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder_fd)
+        with open(name, "xb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=folder_fd)) as writing:
+            while block := reading.read(COPY_BYTES):
+                writing.write(block)
+            writing.flush()
+            copy_mode(writing.fileno(), os.fstat(reading.fileno()))
+            sync(writing.fileno(), target)
 
 
 def can_link(directory: str, source: str) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 
 from hfshard.disk import fsops
 from hfshard.disk.fsops import locked_directory
+from hfshard.disk.safe_open import open_folder
 from hfshard.errors import DirectoryLockedError
 from tests.helpers import processes
 
@@ -176,3 +180,25 @@ def test_a_forked_process_that_leaves_the_block_does_not_end_the_lock(tmp_path: 
     finally:
         if os.getpid() != parent:
             os._exit(0)
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_what_a_file_without_rename_replaces_keeps_its_bytes_under_other_names(
+    link: Callable[[Path, Path], None], has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged, blob, target = tmp_path / "staged", tmp_path / "blob", tmp_path / "out" / "model.safetensors"
+    staged.write_bytes(b"new")
+    blob.write_bytes(b"old")
+    target.parent.mkdir()
+    link(blob, target)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with open_folder(str(tmp_path), "out") as folder_fd:
+        fsops.rename(str(staged), str(target), folder_fd if has_folder else None)
+
+    assert (target.read_bytes(), blob.read_bytes(), staged.exists()) == (b"new", b"old", False)
+    assert stat.S_ISREG(target.lstat().st_mode)
