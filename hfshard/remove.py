@@ -215,7 +215,7 @@ def _check_directory(directory: str, given: str) -> None:
             f"hfshard revisions {hub} --delete REVISION",
             path=directory,
         )
-    if _CACHE.search(f"{directory}/"):
+    if _CACHE.search(f"{os.path.realpath(directory)}/"):
         raise SaveDirectoryError(
             f"'{directory}' is in the cache of huggingface_hub. To clear it, run: hf cache rm", path=directory
         )

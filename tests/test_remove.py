@@ -61,9 +61,11 @@ def test_what_a_hub_or_its_cache_holds_is_refused(folder: str, tmp_path: Path) -
         f"hfshard revisions {tmp_path}/hub --delete REVISION",
         "cache/models--org--name/snapshots/abc": "is in the cache of huggingface_hub. To clear it, run: hf cache rm",
     }
-    with pytest.raises(SaveDirectoryError) as raised:
-        hfshard.remove_checkpoint(tmp_path / folder)
-    assert str(raised.value) == f"'{tmp_path / folder}' {advice[folder]}"
+    (tmp_path / "link").symlink_to(tmp_path / folder)
+    for path in (tmp_path / folder, tmp_path / "link"):
+        with pytest.raises(SaveDirectoryError) as raised:
+            hfshard.remove_checkpoint(path)
+        assert str(raised.value) == f"'{path}' {advice[folder]}"
     assert list(hfshard.load_state_dict(tmp_path / folder)) == ["a"]
 
 
