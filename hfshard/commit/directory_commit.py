@@ -33,7 +33,14 @@ from hfshard.commit.directory_state import (
     reject_hub_directory,
 )
 from hfshard.commit.transaction import JobsOf, NamesTakenError, NewCheckpoint, ShardWriter
-from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, README, SIGNATURE_NAME, STAGING_DIRECTORY
+from hfshard.constants import (
+    CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    README,
+    SAFETENSORS_SUFFIX,
+    SIGNATURE_NAME,
+    STAGING_DIRECTORY,
+)
 from hfshard.disk import fsops
 from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_small
 from hfshard.errors import (
@@ -175,19 +182,19 @@ class DirectorySession:
             unflushed.write_file(os.path.join(self.staging, staged), content, like=like)
 
     def _note_pending_deletes(self, to_commit: list[CommitStep], after: list[CommitStep]) -> None:
-        """Note the shards to delete that hfshard did not write. Its own are recognized once no index names them.
+        """Note the shards to delete, whatever their names, that hfshard did not write; its own are recognized.
 
         Args:
             to_commit: The steps up to the commit. Once the last rename before a removal is done, no index names a file.
             after: The other steps.
         """
-        ours = self.state.index.files if self.state.index is not None else {}
+        ours = {self.state.names.single, *(self.state.index.files if self.state.index is not None else ())}
         foreign: dict[str, str] = {}
         decisive = ""
         for step in (*to_commit, *(step for step in after if step.kind == "remove")):
             if step.kind == "rename":
                 decisive = step.source
-            elif step.kind == "remove" and step.target not in ours and self.state.names.is_shard(step.target):
+            elif step.kind == "remove" and step.target.endswith(SAFETENSORS_SUFFIX) and step.target not in ours:
                 foreign.setdefault(step.target, decisive)
         note_pending_deletes(self.directory, foreign)
 

@@ -178,7 +178,7 @@ def read_directory_state(directory: str, names: WeightNames) -> DirectoryState:
         index=indexes.get(override) if override in indexes else indexes.get(names.index),
         owned=frozenset(name for name in found.owned | synced if os.path.isfile(_at(directory, name))),
         referenced=found.referenced,
-        leftovers=_find_leftovers(directory, names, unreferenced, is_known=found.is_known),
+        leftovers=_find_leftovers(directory, names, listing, found),
         strays=frozenset(
             name
             for name in unreferenced
@@ -187,20 +187,18 @@ def read_directory_state(directory: str, names: WeightNames) -> DirectoryState:
     )
 
 
-def _find_leftovers(
-    directory: str, names: WeightNames, unreferenced: Collection[str], *, is_known: bool
-) -> tuple[str, ...]:
+def _find_leftovers(directory: str, names: WeightNames, listing: Collection[str], found: Ownership) -> tuple[str, ...]:
+    unreferenced = set(listing) - found.referenced
     transient = [name for name in unreferenced if names.is_commit_temporary(name)]
-    noted = noted_pending_deletes(directory, names, unreferenced)
     shards = []
-    if is_known:
-        candidates = (name for name in unreferenced if names.is_shard(name))
+    if found.is_known:
+        noted = noted_pending_deletes(directory, unreferenced - found.owned)
         shards = [
             name
-            for name in candidates
+            for name in unreferenced
             if name in noted
             or names.is_renamed_shard(name)
-            or _read_shard(directory, name, lambda shard: shard.written_by_hfshard)
+            or (names.is_shard(name) and _read_shard(directory, name, lambda shard: shard.written_by_hfshard))
         ]
     # The placeholder goes last: while it exists, huggingface_hub does not take a lone shard for a whole checkpoint.
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
@@ -320,10 +318,12 @@ def note_pending_deletes(directory: str, shards: Mapping[str, str]) -> None:
         sync_directory(staging)
 
 
-def noted_pending_deletes(directory: str, names: WeightNames, listing: Collection[str]) -> frozenset[str]:
+def noted_pending_deletes(directory: str, candidates: Collection[str]) -> frozenset[str]:
     """Find the noted shards that a commit did not get to delete, and that are still the same files.
 
-    The caller checks whether an index names them.
+    Args:
+        directory: The save directory.
+        candidates: Files that no index names, and that are not themselves a checkpoint's entry.
     """
     staging = os.path.join(directory, STAGING_DIRECTORY)
     path = os.path.join(staging, _NAME)
@@ -331,7 +331,7 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
         return frozenset()
 
     notes = read_note(path, directory)
-    known = {name: note for name, note in notes.items() if names.is_shard(name) and name in listing}
+    known = {name: note for name, note in notes.items() if name in candidates}
     return frozenset(name for name, note in known.items() if _may_be_deleted(directory, name, note))
 
 

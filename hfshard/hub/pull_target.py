@@ -117,7 +117,7 @@ class OwnFiles:
             return False, set(), set()
         # Leftovers of a killed save are removed, as a save does. But without any index, shards may be all that is left
         # of another model.
-        leftovers = {name for name in state.leftovers if names.is_shard(name)}
+        leftovers = {name for name in state.leftovers if not names.is_commit_temporary(name)}
         unnamed = state.strays - leftovers if state.has_weights else state.strays | leftovers
         replaced = state.owned.union(state.leftovers) - unnamed
         return state.has_weights and not state.shares_config, set(replaced), set(unnamed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -283,6 +284,30 @@ def test_shards_that_a_save_is_to_delete_stay_if_it_is_killed_before_its_commit(
 
     assert (tmp_path / STRAYS[0]).exists()
     assert by_transformers(tmp_path) == before == "old"
+
+
+def test_old_shards_of_any_name_go_though_the_save_was_killed_before_it_removed_them(
+    tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    from safetensors.torch import save_file
+
+    shards = ("part-1.safetensors", "part-2.safetensors")
+    for name in shards:
+        save_file({name: torch.ones(2)}, tmp_path / name, metadata={"format": "pt"})
+    weight_map = {name: name for name in shards}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    child = os.fork()
+    if child == 0:
+        refuse("unlink", lambda path: path.endswith("part-1.safetensors") and os._exit(9))
+        save(tmp_path, OLD, SHARDS)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert set(shards) <= set(listing(tmp_path))
+
+    save(tmp_path, NEW, SHARDS)
+
+    assert not set(shards) & set(listing(tmp_path))
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("new", "new")
 
 
 def test_shards_that_an_index_names_or_a_damaged_one_may_name_stay(tmp_path: Path) -> None:

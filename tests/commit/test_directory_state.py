@@ -60,9 +60,14 @@ def test_the_files_of_a_damaged_index_are_left_alone(pickled: Path) -> None:
     assert len(list(pickled.glob("*.bin"))) == 2
 
 
-def test_noted_shards_of_others_are_leftovers_once_the_commit_that_noted_them_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shards",
+    [["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], ["a.safetensors", "b.safetensors"]],
+)
+def test_noted_shards_of_others_are_leftovers_once_the_commit_that_noted_them_is_done(
+    shards: list[str], tmp_path: Path
+) -> None:
     hfshard.save_state_dict({"a": torch.zeros(2)}, tmp_path)
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for name in shards:
         save_file({name: torch.ones(2)}, tmp_path / name, metadata={"format": "pt"})
     staged = tmp_path / STAGING_DIRECTORY / "000.small"
@@ -77,3 +82,16 @@ def test_noted_shards_of_others_are_leftovers_once_the_commit_that_noted_them_is
     after_a_download = read_directory_state(str(tmp_path), WeightNames()).leftovers
 
     assert (before_the_commit, after_it, after_a_download) == ((), tuple(shards), (shards[0],))
+
+
+def test_a_note_deletes_no_file_that_is_an_entry_or_that_an_index_names_or_that_was_changed(tmp_path: Path) -> None:
+    files = ["model.safetensors", "named.safetensors", "changed.safetensors"]
+    for name in files:
+        save_file({"a": torch.ones(2)}, tmp_path / name)
+    weight_map = {"a": "named.safetensors"}
+    (tmp_path / "model.safetensors.index.fp16.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / STAGING_DIRECTORY).mkdir(parents=True)
+    note_pending_deletes(str(tmp_path), dict.fromkeys(files, "none"))
+    save_file({"a": torch.zeros(2)}, tmp_path / "changed.safetensors")
+
+    assert read_directory_state(str(tmp_path), WeightNames()).leftovers == ()
