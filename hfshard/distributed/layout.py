@@ -106,15 +106,15 @@ def ranks_by_box(shape: tuple[int, ...], layout: MeshLayout) -> dict[Box, tuple[
         layout: How it is spread.
 
     Returns:
-        Box -> global ranks, ascending; without the ranks that have nothing. Do not modify it: it is cached for the next
-        tensor.
+        Box -> global ranks, without those that have nothing. All boxes have the same number of copies, and the ranks at
+        one position are a copy of the tensor. Do not modify it: it is cached for the next tensor.
     """
     groups: dict[Box, list[int]] = {}
     for rank, coordinate in layout.coordinates():
         box = held_box(shape, layout, coordinate)
         if all(box):
             groups.setdefault(box, []).append(rank)
-    return {box: tuple(sorted(ranks)) for box, ranks in groups.items()}
+    return {box: tuple(ranks) for box, ranks in groups.items()}
 
 
 def whole_box(shape: Sequence[int]) -> Box:

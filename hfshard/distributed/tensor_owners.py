@@ -153,6 +153,7 @@ class Part(NamedTuple):
     """Some of a tensor's bytes, and the ranks each of which has all of them."""
 
     ranks: tuple[int, ...]
+    """Those at one position of all parts are a copy of the tensor, which may differ from another copy."""
     runs: BoxRuns
 
 
@@ -167,6 +168,7 @@ class Parts:
         self._totals = [part.runs.total for part in self._parts]
         self._is_ascending = self._stops == sorted(self._stops)
         self._by_rank = {rank: number for number, part in enumerate(self._parts) for rank in part.ranks}
+        self._copies = {rank: copy for part in self._parts for copy, rank in enumerate(part.ranks)}
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._parts)
@@ -197,9 +199,9 @@ class Parts:
         return runs if len(runs.offsets) else None
 
     def source(self, number: int, owner: int) -> int:
-        """Return the rank that sends a part to a file's owner: itself if it has it, else one that differs per owner."""
+        """Return the rank that sends a part to a file's owner: all from one copy, its own if it has a part."""
         ranks = self._parts[number].ranks
-        return owner if self._by_rank.get(owner) == number else ranks[(owner + number) % len(ranks)]
+        return ranks[self._copies.get(owner, owner) % len(ranks)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,10 +314,13 @@ class _PartsFinder:
         return self._whole[nbytes, rank]
 
     def spread(self, name: str, entry: ListedTensor, ways: tuple[_Way, ...]) -> Parts:
-        """Find the parts of a tensor that is spread over the meshes of these listings, which must cover it exactly."""
+        """Find the parts of a tensor on the first mesh of these listings: they must cover it exactly.
+
+        Each mesh has all of it, and a tensor with rows of several might be none that a rank has.
+        """
         source = entry.source_shape, entry.itemsize, entry.window, entry.placements
         if (source, ways) not in self._spread:
-            parts = _spread_parts(source, self._layouts_of(entry, ways))
+            parts = _spread_parts(source, self._layouts_of(entry, ways)[0])
             holders = {rank for part in parts or () for rank in part.ranks}
             self._spread[source, ways] = parts if holders <= self._those_who_list(ways) else None
         found = self._spread[source, ways]
@@ -349,19 +354,15 @@ class _PartsFinder:
         return sorted(found, key=lambda layout: layout.ranks)
 
 
-def _spread_parts(source: _Source, layouts: Sequence[MeshLayout]) -> Parts | None:
-    """Find the parts of a tensor that is spread over meshes; None if they do not cover it exactly."""
+def _spread_parts(source: _Source, layout: MeshLayout) -> Parts | None:
+    """Find the parts of a tensor that is spread over a mesh; None if they do not cover it exactly."""
     source_shape, itemsize, window, _ = source
     sizes = window_sizes(source_shape, window)
-    ranks_of: dict[Box, set[int]] = {}
-    for layout in layouts:
-        boxes = ranks_by_box(source_shape, layout)
-        for box, ranks in boxes.items() if window is None else _boxes_within(boxes, window):
-            ranks_of.setdefault(box, set()).update(ranks)
-    holders = [rank for ranks in ranks_of.values() for rank in ranks]
-    if not _covers(sizes, list(ranks_of)) or len(holders) != len(set(holders)):
+    boxes = ranks_by_box(source_shape, layout)
+    ranks_of = boxes if window is None else dict(_boxes_within(boxes, window))
+    if not _covers(sizes, list(ranks_of)):
         return None
-    return Parts([Part(tuple(sorted(ranks)), BoxRuns(sizes, itemsize, box)) for box, ranks in ranks_of.items()])
+    return Parts([Part(ranks, BoxRuns(sizes, itemsize, box)) for box, ranks in ranks_of.items()])
 
 
 def _boxes_within(

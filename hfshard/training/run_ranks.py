@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -158,7 +159,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, _WIDE: torch
 
 Names = dict[str, dict[str, str]]
 """Group of ranks that have copies of each other -> name of a tensor -> its digest. Copies of a part that is sharded as
-well are those of ranks with the same coordinates."""
+well are those of ranks with the same coordinates, in any mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,12 @@ class Replicas:
     """Name of an optimizer -> digest of its state: some step, and know, other parameters on each rank."""
 
     @classmethod
-    def of(cls, state: TrainingState) -> Replicas:
+    def of(cls, state: TrainingState, world_size: int) -> Replicas:
         """Compute the digests of a state. Its tensors are read once, on their device; of optimizers', samples are.
+
+        Args:
+            state: This rank's.
+            world_size: The number of ranks that save: a tensor that all of them share has no copies.
 
         Raises:
             UnstorableTensorError: A tensor cannot be stored, so that a comparison is pointless.
@@ -185,7 +190,7 @@ class Replicas:
         for component, module in state.of_kind("module").items():
             trained = {*parameter_names(module).values()}.union(*tied_parameter_names(module))
             for name, tensor in collect_state_dict(module).items():
-                group = _copies_of(tensor)
+                group = _copies_of(tensor, world_size)
                 if group is None:
                     continue
                 if not group:
@@ -300,15 +305,19 @@ def _different(groups: Mapping[str, Mapping[int, Mapping[str, str]]]) -> dict[st
     return dict(sorted(found.items()))
 
 
-def _copies_of(tensor: object) -> str | None:
-    """Return what ranks with copies of a tensor have in common; None if there are no copies, or it has no values."""
+def _copies_of(tensor: object, world_size: int) -> str | None:
+    """Return what ranks with copies of a tensor have in common; None if there are no copies, or it has no values.
+
+    Ranks of other meshes have copies, too: a checkpoint has one tensor of a name.
+    """
     if is_dtensor(tensor):
         mesh = tensor.device_mesh
         place = mesh.get_coordinate()
         sharded = [not one.is_replicate() for one in tensor.placements]
-        if place is None or all(is_sharded or mesh.size(dim) == 1 for dim, is_sharded in enumerate(sharded)):
+        parts = prod(mesh.size(dim) for dim, is_sharded in enumerate(sharded) if is_sharded)
+        if place is None or parts == world_size:
             return None
-        return json.dumps([mesh.mesh.tolist(), [at for at, is_sharded in zip(place, sharded) if is_sharded], sharded])
+        return json.dumps([[at for at, is_sharded in zip(place, sharded) if is_sharded], sharded])
     return "" if is_torch_tensor_type(tensor) and not tensor.is_meta else None
 
 

@@ -163,7 +163,7 @@ def _find_stages(
 ) -> tuple[list[str] | None, OfEachRank]:
     """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks."""
     is_spread = is_spread_state(state)
-    replicas = Replicas.of(state)
+    replicas = Replicas.of(state, session.world_size)
     own = [is_spread, stage_digest(state), replicas.summary()]
     message = json.dumps([own, shared_kinds(state), names_of_place(writer.root)]).encode()
     meeting = session.meet("save", message)

@@ -135,8 +135,8 @@ def test_ranks_are_grouped_by_what_they_hold() -> None:
     copies = MeshLayout((2, 3), (5, 4, 3, 2, 1, 0), (Placement(None), Placement(1)))
 
     assert ranks_by_box((7, 4), copies) == {
-        (((0, 7),), ((0, 2),)): (2, 5),
-        (((0, 7),), ((2, 4),)): (1, 4),
+        (((0, 7),), ((0, 2),)): (5, 2),
+        (((0, 7),), ((2, 4),)): (4, 1),
     }
     assert ranks_by_box((), MeshLayout((2,), (0, 1), (Placement(None),))) == {(): (0, 1)}
     assert ranks_by_box((0, 3), copies) == {}

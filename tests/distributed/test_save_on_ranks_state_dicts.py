@@ -87,3 +87,27 @@ def test_files_are_those_of_a_single_process(tmp_path: Path, mesh_shape: tuple[i
         hfshard.save_state_dict(whole_state(), tmp_path / f"{name}-alone", **options)  # type: ignore[arg-type]
 
     check_ranks(tmp_path / "ranks", torch.Size(mesh_shape).numel(), save_spread, mesh_shape, tmp_path)
+
+
+def save_copies(rank: int, place: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    own = torch.full((2, 3), float(rank // 2))
+    state = {
+        f"{kind}{number}": DTensor.from_local(own, mesh, placements, run_check=False)
+        for kind, mesh, placements in (("one", copies, (Replicate(), Shard(0))), ("each", copies["parts"], (Shard(0),)))
+        for number in range(3)
+    }
+
+    hfshard.save_state_dict(state, place, max_shard_size=1)
+
+
+def test_each_tensor_is_one_copy_if_the_ranks_copies_differ(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 4, save_copies, tmp_path / "saved")
+
+    saved = hfshard.load_state_dict(tmp_path / "saved")
+    assert len(saved) == 6
+    assert [tensor.unique().numel() for tensor in saved.values()] == [1] * 6
+    assert [saved[f"each{number}"][0, 0].item() for number in range(3)] == [0.0] * 3  # the first mesh's

@@ -71,13 +71,20 @@ def test_rows_and_columns_and_copies_of_them() -> None:
     assert held(holders, "point") == [((0, 1, 2, 3), 4)]
 
 
-def test_a_part_comes_from_the_owner_itself_or_spread_over_its_copies() -> None:
-    holders = unite(((0, 1, 2, 3), listing({"rows": split((4, 1), None, 0)}), (Mesh((2, 2), (0, 1, 2, 3)),)))
+def test_all_parts_come_from_one_copy_the_owners_if_it_has_one() -> None:
+    mesh = Mesh((2, 2), (0, 3, 2, 1))
+    holders = unite(((0, 1, 2, 3, 4, 5), listing({"rows": split((4, 1), None, 0)}), (mesh,)))
     parts = holders.parts["rows"]
 
     assert [parts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, None]
-    assert [parts.source(0, owner) for owner in range(4)] == [0, 2, 2, 2]
-    assert [parts.source(1, owner) for owner in range(4)] == [3, 1, 3, 3]
+    assert [[parts.source(number, owner) for number in (0, 1)] for owner in range(6)] == [
+        [0, 3],
+        [2, 1],
+        [2, 1],
+        [0, 3],
+        [0, 3],
+        [2, 1],
+    ]
 
 
 def test_parts_are_found_by_their_range() -> None:
@@ -113,13 +120,13 @@ def test_a_window_of_a_tensor_is_stored_by_who_has_it() -> None:
     assert held(holders, "across") == [((0,), 8), ((1,), 16)]  # two columns each, but the last, which has none
 
 
-def test_the_same_names_on_several_meshes_are_copies() -> None:
+def test_a_name_on_several_meshes_comes_from_the_first() -> None:
     norm = listing({"norm": split((4,), 0)})
     groups = [RankGroup((0, 2), "n", (Mesh((2,), (0, 2)),)), RankGroup((1, 3), "n", (Mesh((2,), (1, 3)),))]
 
     holders = TensorOwners.unite(groups, {"n": norm})
 
-    assert held(holders, "norm") == [((0, 1), 8), ((2, 3), 8)]
+    assert held(holders, "norm") == [((0,), 8), ((2,), 8)]
 
 
 def test_names_of_pipeline_stages_are_united_in_rank_order() -> None:

@@ -204,12 +204,12 @@ def test_two_changed_signs_are_noticed_wherever_they_are(dtype: torch.dtype) -> 
     generator = random.Random(1)
     tensor = torch.ones(1000, dtype=dtype)
     state = TrainingState(model=nn.Linear(2, 2), own=Keeps(tensor))
-    expected = Replicas.of(state).objects["own"]
+    expected = Replicas.of(state, 2).objects["own"]
     for _ in range(200):
         places = generator.sample(range(1, 1000), 2)
         tensor[places] = -1
 
-        assert Replicas.of(state).objects["own"] != expected, places
+        assert Replicas.of(state, 2).objects["own"] != expected, places
 
         tensor[places] = 1
-    assert Replicas.of(state).objects["own"] == expected
+    assert Replicas.of(state, 2).objects["own"] == expected

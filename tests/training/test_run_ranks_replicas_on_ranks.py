@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -82,7 +82,10 @@ def refuse(rank: int, place: Path) -> None:
     sharded: Any = nn.Module()
     sharded.norm = nn.Parameter(distribute_tensor(torch.arange(4.0), mesh))
     sharded.plain = nn.Parameter(torch.tensor([float(rank)]))
-    for model, name in ((different, "0.weight"), (replicated, "norm"), (sharded, "plain")):
+    stage: Any = nn.Module()
+    own_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "parts"))["parts"]
+    stage.local = nn.Parameter(DTensor.from_local(torch.tensor([float(rank)]), own_mesh, [Shard(0)]))
+    for model, name in ((different, "0.weight"), (replicated, "norm"), (sharded, "plain"), (stage, "local")):
         with pytest.raises(HfshardError, match=rf"'model/{name}' \('model/{name}' on ranks 0 and 1\).*Seed all ranks"):
             manager.save(1, TrainingState(model=model))
     assert not (place / "run").exists()
