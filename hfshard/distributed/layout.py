@@ -65,11 +65,13 @@ def mesh_layout_of(tensor: DTensor, name: str) -> MeshLayout:
         name: For errors.
 
     Raises:
-        UnstorableTensorError: It has a placement under which ranks do not have parts of the values.
+        UnstorableTensorError: It has a placement under which ranks do not have parts of the values, or a mesh whose
+            ranks do not ascend along a dimension that splits it.
     """
-    shape, ranks = _mesh_of(tensor.device_mesh)
+    mesh = _mesh_of(tensor.device_mesh)
     _check_order(tensor, name)
-    layout = MeshLayout(shape, ranks, tuple(_placement(one, tensor, name) for one in tensor.placements))
+    layout = MeshLayout(mesh.shape, mesh.ranks, tuple(_placement(one, tensor, name) for one in tensor.placements))
+    _check_ascending(mesh, layout, name)
     if not _FSDP_MARKS_FUSED_WEIGHTS:
         _check_fused(layout, tensor, name)
     return layout
@@ -267,14 +269,23 @@ def _merged(intervals: list[Interval]) -> tuple[Interval, ...]:
     return tuple(merged)
 
 
-_MESHES: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
-"""Mesh -> (shape, ranks): torch computes the ranks on each access, and a model needs them tensor by tensor."""
+class _Mesh(NamedTuple):
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    is_ascending: tuple[bool, ...]
+    """Per dimension, whether all ranks ascend along it."""
 
 
-def _mesh_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+_MESHES: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()
+"""torch computes the ranks of a mesh on each access, and a model needs them tensor by tensor."""
+
+
+def _mesh_of(mesh: DeviceMesh) -> _Mesh:
     found = _MESHES.get(mesh)
     if found is None:
-        found = _MESHES[mesh] = (tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+        ranks = mesh.mesh
+        is_ascending = tuple(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
+        found = _MESHES[mesh] = _Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), is_ascending)
     return found
 
 
@@ -310,6 +321,22 @@ def _check_order(tensor: DTensor, name: str) -> None:
                 f"Cannot store {name!r}: dimension {entry.tensor_dim} was split by the mesh's dimensions "
                 f"{list(entry.mesh_dims)} in this order, but hfshard supports only the ascending one. Gather it "
                 "first: tensor.full_tensor(), on every rank.",
+                fqn=name,
+            )
+
+
+def _check_ascending(mesh: _Mesh, layout: MeshLayout, name: str) -> None:
+    """Reject a mesh of which torch does not say with one voice which part a rank has.
+
+    Collectives, and FSDP, go by the rank's place in a group, whose ranks torch sorts; `redistribute`, and the sizes of
+    uneven parts, by its index in the mesh.
+    """
+    for dim, placement in enumerate(layout.placements):
+        if placement.dim is not None and not mesh.is_ascending[dim]:
+            raise UnstorableTensorError(
+                f"Cannot store {name!r}: its mesh of shape {list(mesh.shape)} has the ranks {list(mesh.ranks)}, which "
+                f"do not ascend along dimension {dim}, and torch's operations disagree about the order of their parts. "
+                "Create the DeviceMesh with ascending ranks.",
                 fqn=name,
             )
 

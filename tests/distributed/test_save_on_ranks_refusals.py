@@ -49,6 +49,15 @@ def partial() -> nn.Module:
     return model
 
 
+def turned() -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=DeviceMesh("cpu", [1, 0]))
+    return model
+
+
 def refuse(rank: int, place: Path) -> None:
     from torch.distributed.fsdp import StateDictType
 
@@ -81,6 +90,11 @@ def refuse(rank: int, place: Path) -> None:
             verbs[name](flat)
     with pytest.raises(dcp.api.CheckpointException):  # torch's planner refuses it in its own words
         verbs["dcp"](partial())
+    for name in [name for name in verbs if name != "dcp"]:
+        with pytest.raises(HfshardError, match=r"'0\.weight'.*: its mesh .* ranks \[1, 0\], which do not ascend along"):
+            verbs[name](turned())
+    with pytest.raises(dcp.api.CheckpointException, match="its mesh of shape"):
+        verbs["dcp"](turned())
     assert not out.exists()
 
     verbs["save"](of_fsdp1())

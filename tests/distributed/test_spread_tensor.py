@@ -116,7 +116,7 @@ def _refused(tensor: Any) -> str:
 
 
 def _check_refusals(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
@@ -147,6 +147,12 @@ def _check_refusals(rank: int) -> None:
     order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     spec = DTensorSpec(square, (Shard(0), Shard(0)), meta, shard_order=order)
     assert "[1, 0] in this order" in _refused(DTensor(whole[:2], spec, requires_grad=False))
+
+    # torch scatters by the places in a group, whose ranks it sorts, and cuts a copy by those in the mesh.
+    turned = DeviceMesh("cpu", [[1, 0]])
+    refused = _refused(distribute_tensor(whole, turned, [Replicate(), Shard(0)]))
+    assert "the ranks [1, 0], which do not ascend along dimension 1" in refused
+    assert SpreadTensor.of(distribute_tensor(whole, turned, [Shard(0), Replicate()]), "weight").mesh.ranks == (1, 0)
 
     # Which of the two came first, torch 2.11 does not say; newer ones do.
     fused = distribute_tensor(whole, square, [Shard(0), _StridedShard(0, split_factor=2)])
