@@ -268,7 +268,7 @@ def of_each_rank(
     Raises:
         InvalidArgumentError: Parameters that should be copies differ.
     """
-    objects = different_objects(summaries)
+    objects = {*_different({"": {rank: summary[2] for rank, summary in summaries.items()}})}
     groups: dict[str, dict[int, Mapping[str, str]]] = {}
     for rank, (parameters, _) in details.items():
         for group, digests in parameters.items():
@@ -288,19 +288,15 @@ def of_each_rank(
     return OfEachRank(sorted(objects), sorted(buffers))
 
 
-def different_objects(summaries: Mapping[int, Sequence[Any]]) -> set[str]:
-    """Return the names of parts that are neither module nor optimizer, and that are not the same on all ranks."""
-    return {*_different({"": {rank: summary[2] for rank, summary in summaries.items()}})}
-
-
 def _different(groups: Mapping[str, Mapping[int, Mapping[str, str]]]) -> dict[str, tuple[int, int]]:
     """Return name -> two ranks whose digests of it differ, although they should have copies."""
     found: dict[str, tuple[int, int]] = {}
     for by_rank in groups.values():
-        first = min(by_rank, default=0)
+        known: dict[str, tuple[int, str]] = {}  # of the first rank that has it: stages have other names
         for rank, digests in by_rank.items():
             for name, digest in digests.items():
-                if by_rank[first].get(name, digest) != digest:
+                first, expected = known.setdefault(name, (rank, digest))
+                if digest != expected:
                     found.setdefault(name, (first, rank))
     return dict(sorted(found.items()))
 

@@ -35,7 +35,6 @@ from hfshard.training.run_ranks import (
     Replicas,
     all_ranks,
     differ,
-    different_objects,
     names_of_place,
     of_each_rank,
     reject_other_parts,
@@ -172,13 +171,12 @@ def _find_stages(
     reject_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
     stages = [stage for _, stage, _ in states]
     summaries = {rank: summary for rank, (_, _, summary) in zip(meeting, states, strict=True)}
-    if len(set(stages)) > 1:
-        return stages, OfEachRank(sorted(different_objects(summaries)))
     details: dict[int, Any] = {}
     if differ(summaries.values()):
         details = dict(zip(meeting, session.all_of(replicas.details()), strict=True))
     each = of_each_rank(summaries, details, allow_different_replicas=order.allow_different_replicas)
-    return (stages if any(is_spread for is_spread, _, _ in states) else None), each
+    is_merged = len(set(stages)) > 1 or any(is_spread for is_spread, _, _ in states)
+    return (stages if is_merged else None), each
 
 
 def _merge_stages(

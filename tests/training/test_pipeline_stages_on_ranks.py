@@ -57,6 +57,24 @@ def keep_what_differs(rank: int, place: Path) -> None:
     assert (again.components["own"].tensor.item(), again.components["same"].tensor.item()) == (rank, 5)
 
 
+def keep_own_buffers(rank: int, place: Path) -> None:
+    """Each stage has a buffer of the same name; restored also where the second one has it no more."""
+
+    def stage(count: float) -> TrainingState:
+        state = build(rank)
+        state.components["model"].register_buffer("count", torch.tensor(count))
+        return state
+
+    state, again, without = stage(rank + 5.0), stage(0.0), build(rank) if rank else stage(0.0)
+    with CheckpointManager(place) as manager:
+        manager.save(1, state)
+        manager.restore(again)
+        manager.restore(without)
+
+    assert_same(tensors(again), tensors(state))
+    assert_same(tensors(without), tensors(state if rank == 0 else build(rank)))
+
+
 def save_plain_beside_sharded(rank: int, place: Path) -> None:
     own_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
 
@@ -117,14 +135,17 @@ def refuse_parts_that_one_rank_has(rank: int, place: Path) -> None:
 
 def refuse_stages_with_the_same_names(rank: int, place: Path) -> None:
     torch.manual_seed(rank)
-    with pytest.raises(InvalidArgumentError, match="give pipeline stages the whole model's names"):
-        CheckpointManager(place).save(1, TrainingState(model=nn.Sequential(nn.Linear(2, 2))))
+    for more in (0, rank):
+        net = nn.Sequential(nn.Linear(2, 2), *(nn.Linear(2, 2) for _ in range(more)))
+        with pytest.raises(InvalidArgumentError, match="give pipeline stages the whole model's names"):
+            CheckpointManager(place).save(1, TrainingState(model=net))
     assert not place.exists()
 
 
 def work_of_two_ranks(rank: int, place: Path) -> None:
     refuse_stages_with_the_same_names(rank, place / "same names")
     keep_what_differs(rank, place / "differs")
+    keep_own_buffers(rank, place / "buffers")
     save_plain_beside_sharded(rank, place / "mixed")
     refuse_what_does_not_fit(rank, place / "refusals")
     refuse_parts_that_one_rank_has(rank, place / "parts")

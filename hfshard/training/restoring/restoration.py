@@ -95,7 +95,7 @@ def plan_restoration(
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)
-        wanted = _names_in([saved, own["rng"], saved_state["extra"]], path).__contains__
+        wanted = _names_in([saved, own["rng"], own.get("buffers"), saved_state["extra"]], path).__contains__
     tensors = read(STATE_BASE, wanted)
     planner = PartPlanner(state, saved, restoration, strict=strict)
     if (
@@ -192,7 +192,8 @@ def _plan_component(
             is_here = None if stage is None else partial(stage.is_here, name)
             value |= read(MODEL_BASE, is_here, is_copied=True)
         if buffers is not None and planner.state.kinds[name] == "module":
-            value |= decode(buffers, tensors, path).get(name, {})
+            own = decode(buffers, tensors, path).get(name, {})
+            value |= {key: one for key, one in own.items() if stage is None or stage.is_here(name, key)}
         planner.plan(name, value)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, HfshardError):
