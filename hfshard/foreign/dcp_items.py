@@ -20,10 +20,17 @@ import torch
 
 from hfshard.disk.direct_io import read_spots
 from hfshard.disk.safe_open import identity_of, open_regular
-from hfshard.errors import DamagedCheckpointError, HfshardError
+from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError
 from hfshard.foreign.described_values import MALFORMED, pattern_of, reject_other_names
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
-from hfshard.pickles.described_file import STORAGES, UNTYPED, DescribedFile, StorageRecord, layout_of
+from hfshard.pickles.described_file import (
+    STORAGES,
+    UNTYPED,
+    DescribedFile,
+    LazilyChangedError,
+    StorageRecord,
+    layout_of,
+)
 from hfshard.pickles.pickle_opcodes import describe_pickle
 from hfshard.pickles.pickle_zip import RECORD_MARK, find_directory
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
@@ -163,6 +170,7 @@ class ItemFile:
 
         Raises:
             DamagedCheckpointError: They are not there, or are of another size or form.
+            InvalidArgumentError: They are not the tensor's numbers, which were conjugated only when read.
             UnsafePickleError: The item asks for anything but a tensor.
         """
         nbytes = prod(chunk.sizes) * dtype.itemsize
@@ -176,6 +184,13 @@ class ItemFile:
             record, offset = item.record(f"data/{layout.storage}")
         except HfshardError:
             raise
+        except LazilyChangedError as error:
+            raise InvalidArgumentError(
+                f"Cannot read the tensor '{fqn}' in '{self._path}': {error}. Save it again with "
+                "tensor.resolve_conj().resolve_neg().",
+                path=self._path,
+                fqn=fqn,
+            ) from error
         except (struct.error, *MALFORMED) as error:
             raise self._damaged(fqn, f"its item is not one that torch.save has written ({error!r:.200})") from error
         if (layout.dtype, layout.sizes, record.size) != (dtype, chunk.sizes, nbytes):

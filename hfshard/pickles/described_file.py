@@ -360,12 +360,16 @@ class DescribedLayout:
     stride: Any
 
 
+class LazilyChangedError(ValueError):
+    """A tensor was saved before its numbers were changed: its bytes are not its numbers."""
+
+
 def layout_of(described: DescribedObject) -> DescribedLayout | None:
     """Return the layout of a tensor or parameter that was described; None for another object.
 
     Raises:
-        TypeError, ValueError, LookupError, AttributeError: It is not saved like this, or its numbers change when they
-            are read: conjugated ones.
+        LazilyChangedError: Its numbers change when they are read: conjugated ones.
+        TypeError, ValueError, LookupError, AttributeError: It is not saved like this.
     """
     name = described.name
     arguments = described.arguments
@@ -379,7 +383,7 @@ def layout_of(described: DescribedObject) -> DescribedLayout | None:
     if name not in _REBUILT and name != _REBUILT_UNTYPED:
         return None
     if any(arguments[at] for at in (_PROPERTIES_AT.get(name, len(arguments)),) if at < len(arguments)):
-        raise ValueError("its numbers are conjugated or negated when they are read")
+        raise LazilyChangedError("its numbers are conjugated or negated when they are read")
     storage, first, size, stride, *rest = arguments
     _word, kind, key, _device, count, *_ = storage.arguments
     kind_name = kind.name if isinstance(kind, GlobalReference) else ""
