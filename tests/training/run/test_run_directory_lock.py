@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -90,8 +91,13 @@ def test_a_manager_that_waits_for_a_run_that_is_removed_makes_it_again(
     run = tmp_path / "run"
     run.mkdir()
     removed = run_lock.RunLock(str(run))
-    monkeypatch.setattr(caplog.handler, "filters", [lambda _record: run.rmdir() or removed.close() or True])
 
+    def remove(_record: logging.LogRecord) -> bool:
+        run.rmdir()
+        removed.close()
+        return True
+
+    monkeypatch.setattr(caplog.handler, "filters", [remove])
     with CheckpointManager(run) as manager:
         manager.save(1, state())
 
