@@ -85,7 +85,7 @@ def test_noted_shards_of_others_are_leftovers_once_the_commit_that_noted_them_is
 
 
 def test_a_note_deletes_no_file_that_is_an_entry_or_that_an_index_names_or_that_was_changed(tmp_path: Path) -> None:
-    files = ["model.safetensors", "named.safetensors", "changed.safetensors"]
+    files = ["model.safetensors", "model.ema.safetensors", "named.safetensors", "changed.safetensors"]
     for name in files:
         save_file({"a": torch.ones(2)}, tmp_path / name)
     weight_map = {"a": "named.safetensors"}
