@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from hfshard._util.threads import bound
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import InvalidArgumentError, RankFailedError
 
 _Value = TypeVar("_Value")
 
@@ -246,6 +246,10 @@ class Session:
     def await_work(self, work: Any) -> None:
         """Wait for a collective, and check repeatedly whether a rank failed."""
         work.wait()
+
+    def find_failed_rank(self, error: RuntimeError) -> RankFailedError:
+        """Find the rank that made a collective fail."""
+        return RankFailedError(str(error), rank=self.rank)
 
     def fail(self, error: BaseException) -> None:
         """Report to the others that this rank failed, so that they raise."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from concurrent.futures import wait
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from hfshard._util.call_ranks import Session
+from hfshard._util.threads import start_worker
 from hfshard.constants import COPY_BYTES
+from hfshard.distributed.liveness import PEER_TIMEOUT_SECONDS
 from hfshard.distributed.spread_tensor import ByteArray, Positions, SpreadTensor, scatter_into
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners
 from hfshard.errors import RankFailedError
@@ -126,9 +131,6 @@ def _sent_by(window: Window, owner: int, holders: TensorOwners, most_parts: int)
 
 logger = logging.getLogger(__name__)
 
-CpuGroup: TypeAlias = "dist.ProcessGroup | dist.ProcessGroupGloo"
-"""A process group of torch.distributed; or one that it does not list, which has methods instead of its functions."""
-
 
 class _Received(NamedTuple):
     """The positions of one rank's bytes in this owner's window."""
@@ -147,18 +149,17 @@ class Exchange:
     Args:
         holders: Which rank has what.
         held: This rank's tensors.
-        session: Of the save; its ranks are all ranks of the process group.
-        group: A group whose collectives take CPU tensors; see `cpu_group`.
+        session: Of the save. All of its ranks call `run`, and `close` at the end; see `connect`.
 
     Attributes:
         rounds: The number of rounds so far.
         sent_bytes: The number of bytes that this rank has sent to others.
     """
 
-    def __init__(
-        self, holders: TensorOwners, held: Mapping[str, LocalTensor], session: Session, group: CpuGroup | None
-    ) -> None:
-        self._holders, self._held, self._session, self._group = holders, held, session, group
+    def __init__(self, holders: TensorOwners, held: Mapping[str, LocalTensor], session: Session) -> None:
+        self._holders, self._held, self._session = holders, held, session
+        self._group: Any = None
+        self._work: Any = None
         self._rank, self._ranks = session.rank, list(session.ranks)
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._others: Positions = np.delete(np.arange(len(self._ranks)), self._place[self._rank])
@@ -186,12 +187,24 @@ class Exchange:
             RankFailedError: Another rank failed.
             BaseException: What `failure` returned, or sending raised.
         """
-        for windows in schedule(streams, self._holders):
-            window = self._round(windows, failure)
-            if window is not None:
-                take(window)
-            tell_progress(sum(stretch.stop - stretch.start for window in windows.values() for stretch in window))
+        self._group = self._group or connect(self._session)
+        try:
+            for windows in schedule(streams, self._holders):
+                window = self._round(windows, failure)
+                if window is not None:
+                    take(window)
+                tell_progress(sum(stretch.stop - stretch.start for window in windows.values() for stretch in window))
+        except BaseException:
+            self.close()
+            raise
         logger.debug("Sent %d bytes to other ranks in %d rounds.", self.sent_bytes, self.rounds)
+
+    def close(self) -> None:
+        """Leave the group, in a thread: its end takes 5 ms for each rank, or awaits a rank that holds up a round."""
+        if self._group is not None:
+            groups, self._group = [self._group], None
+            is_stuck = self._work is not None and not self._work.is_completed()
+            start_worker(groups.clear, "hfshard-leave", daemon=is_stuck)
 
     def _round(
         self, windows: Mapping[int, Sequence[Stretch]], failure: Callable[[], BaseException | None]
@@ -295,12 +308,8 @@ class Exchange:
     def _swap(self, out_sizes: list[int], in_sizes: list[int]) -> None:
         inbox = torch.from_numpy(self._inbox[: sum(in_sizes)])
         outbox = torch.from_numpy(self._outbox[: sum(out_sizes)])
-        group: Any = self._group
-        if group is None or isinstance(group, dist.ProcessGroup):
-            work = dist.all_to_all_single(inbox, outbox, in_sizes, out_sizes, group=group, async_op=True)
-        else:
-            work = group.alltoall_base(inbox, outbox, in_sizes, out_sizes)
-        self._session.await_work(work)
+        self._work = self._group.alltoall_base(inbox, outbox, in_sizes, out_sizes)
+        self._session.await_work(self._work)
 
     def _reject_failed(self, ends: Positions) -> None:
         failed = self._others[self._inbox[ends[self._others] - 1] != 0]
@@ -316,6 +325,71 @@ class Exchange:
 
 def _at_least(buffer: ByteArray, nbytes: int) -> ByteArray:
     return buffer if len(buffer) >= nbytes else np.empty(nbytes, np.uint8)
+
+
+# The process group of a session.
+
+
+_LOOK_SECONDS: Final = 0.3
+"""Between two checks for a failed rank, while the ranks connect."""
+_Store: Any = getattr(dist, "Store", object)
+"""torch's; a torch that was built without torch.distributed has none."""
+
+
+class GroupAddresses(_Store):  # type: ignore[misc]
+    """The store by which gloo's ranks find each other: all set their addresses, and meet when they get the others'."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self._own: dict[str, str] = {}
+        self._all: dict[str, str] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """True if the ranks have met."""
+        return bool(self._all)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set an address of this rank."""
+        self._own[key] = bytes(value).hex()
+
+    def get(self, key: str) -> bytes:
+        """Return an address of any rank."""
+        self.wait([key])
+        return bytes.fromhex(self._all[key])
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        """Wait for addresses, as long as the session waits."""
+        if not self._all.keys() >= set(keys):
+            for of_rank in self._session.all_of(self._own):
+                self._all |= of_rank
+
+
+def connect(session: Session) -> Any:
+    """Create a gloo group for a session, whose collectives mix with no others: those of the training, or other saves.
+
+    Every rank of the session calls this. With 4 ranks it takes some 10 ms; torch's `new_group`, as a collective of the
+    default group, would hang if a rank fails, or if two threads call it.
+
+    Raises:
+        RankFailedError: A rank failed or died.
+    """
+    addresses = GroupAddresses(session)
+    timeout = timedelta(seconds=PEER_TIMEOUT_SECONDS)
+    create = partial(dist.ProcessGroupGloo, addresses, session.position, session.world_size, timeout)
+    connecting = start_worker(create, "hfshard-connect", daemon=True)
+    if connecting is None:
+        return create()
+    while not wait([connecting], timeout=_LOOK_SECONDS).done:
+        if addresses.is_known:  # until then, that thread watches the ranks
+            session.look()
+    try:
+        return connecting.result()
+    except RankFailedError:
+        raise
+    except RuntimeError as error:
+        raise session.find_failed_rank(error) from error
 
 
 # Byte ranges of a tensor that this rank has, with no copy of more than is asked for.

@@ -22,7 +22,7 @@ from hfshard._util.threads import delay_interrupt, run_in_threads, start_worker
 from hfshard.commit.transaction import KnownFile, OwnShardWriter, link_if_same, upload_files
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.disk.direct_io import check_setting
-from hfshard.distributed.exchange import CpuGroup, Exchange
+from hfshard.distributed.exchange import Exchange
 from hfshard.distributed.spread_tensor import ByteArray
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners, assign_owners
 from hfshard.errors import HfshardError
@@ -71,7 +71,6 @@ class RankWriter:
         session: Of the save; all ranks of the call take part.
         holders: Which rank has what.
         held: This rank's tensors.
-        group: A group whose collectives take CPU tensors.
         stored_name: Returns the name in a file of a `KeyedTensor`, by its key.
         writers: The ranks that may write; empty: all.
     """
@@ -83,13 +82,12 @@ class RankWriter:
         session: Session,
         holders: TensorOwners,
         held: Mapping[str, LocalTensor],
-        group: CpuGroup | None,
         stored_name: Callable[[str], str] = str,
         writers: Sequence[int] = (),
     ) -> None:
         check_setting()  # raises where the environment asks for what there is not
         self._session, self._holders = session, holders
-        self._exchange = Exchange(holders, held, session, group)
+        self._exchange = Exchange(holders, held, session)
         self._names = list(holders.layouts)
         self._stored_name = stored_name
         self._writers = writers or session.ranks
@@ -134,6 +132,7 @@ class RankWriter:
     def end(self) -> None:
         """Let `follow` return on the others; on the leader."""
         self._session.order(_END)
+        self._exchange.close()
 
     def follow(self) -> None:
         """Carry out the leader's orders, until the end; on the other ranks."""
@@ -143,6 +142,7 @@ class RankWriter:
                 self._session.answer()
             elif found := self._carry_out(WriteTask.from_json(raw, self._names), None):
                 self._session.answer(json.dumps(found).encode())
+        self._exchange.close()
 
     def _lead(
         self,

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from os.path import dirname
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch.distributed as dist
 
-from hfshard._util.call_ranks import Role, Session, call_group, call_ranks
+from hfshard._util.call_ranks import Role, Session, call_ranks
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import read_small
-from hfshard.distributed.exchange import CpuGroup
 from hfshard.distributed.liveness import announce_arrival
 from hfshard.distributed.rank_writer import SHARED_FROM_BYTES, RankWriter, ReplicaWriter
 from hfshard.distributed.rendezvous import session
@@ -138,7 +137,7 @@ def write_on_ranks(
     require_all_ranks(session)
     request = _with_whole(request, listings)
     holders = TensorOwners.unite(groups, listings, request.name_order)
-    writer = RankWriter(session, holders, held, cpu_group(session.tag), writers=writers)
+    writer = RankWriter(session, holders, held, writers=writers)
     if not is_leader:
         writer.follow()
         return None, listing
@@ -265,48 +264,6 @@ def _late(request: SaveRequest, place: SavePlace, session: Session) -> Checkpoin
             "the checkpoint lacks them. Make this call on every rank with collective=True, and save again."
         )
     return outcome.index(session, f"{place.address}/{request.options.names.index}")
-
-
-_CPU_GROUPS: dict[tuple[tuple[int, ...], bool], tuple[dist.ProcessGroup, CpuGroup]] = {}
-"""(Ranks, whether it is for threads) -> the default group at the time, and a gloo group of these ranks."""
-
-
-def cpu_group(tag: str = "", *, for_thread: bool = False) -> CpuGroup | None:
-    """Return a group of all ranks of a call whose collectives take CPU tensors; None: the default group.
-
-    Every rank of the call must call it, in its main thread: if there is no such group, a new one is created.
-
-    Args:
-        tag: Of the operation; by it the ranks of a group find each other.
-        for_thread: For collectives in a thread, concurrent with those of the training: never the default group or the
-            call's.
-    """
-    given = call_group()
-    ranks = call_ranks()
-    is_in_order = given is None or tuple(dist.get_process_group_ranks(given)) == ranks
-    if not for_thread and is_in_order and "cpu:gloo" in dist.get_backend_config(given).split(","):
-        return given
-    world: Any = dist.group.WORLD
-    known = _CPU_GROUPS.get((ranks, for_thread))
-    if known is None or known[0] is not world:
-        known = _CPU_GROUPS[ranks, for_thread] = world, _new_group(ranks, tag)
-    return known[1]
-
-
-def _new_group(ranks: tuple[int, ...], tag: str) -> CpuGroup:
-    """Create a gloo group.
-
-    All ranks must call torch's `new_group`; its local form hangs if one has joined more groups than another. So a group
-    of only some ranks is created as torch does it, under a name of hfshard's.
-    """
-    if len(ranks) == dist.get_world_size():
-        group: CpuGroup = dist.new_group(backend="gloo")
-        return group
-    from torch.distributed.constants import default_pg_timeout
-
-    world: Any = dist.group.WORLD
-    store = dist.PrefixStore(f"{tag}/gloo", world.get_group_store())  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), default_pg_timeout)
 
 
 # Outcome of a save, from the leader to the others: the index, or only its digest if they can read it themselves.

@@ -17,7 +17,7 @@ from hfshard._util.call_ranks import Session
 from hfshard._util.text import describe_error
 from hfshard.distributed.liveness import pack, unpack
 from hfshard.distributed.rank_writer import KeyedTensor, RankWriter
-from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, no_bytes_here, require_all_ranks
+from hfshard.distributed.save_on_ranks import exchange_listings, no_bytes_here, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
@@ -83,8 +83,7 @@ def save_spread(
 ) -> str:
     """Save what all ranks have together. Every rank must call.
 
-    A save that does not block copies each rank's part to host memory; a thread exchanges and writes the parts, over its
-    own process group.
+    A save that does not block copies each rank's part to host memory; a thread exchanges and writes the parts.
 
     Args:
         order: What to save.
@@ -213,9 +212,8 @@ def _planned(
         check_names(order.files, payload)
         writer.begin()
     session.meet("ready to write")
-    group = cpu_group(session.tag, for_thread=not order.blocking)
     held = parts.held if order.blocking else _host_copies(parts.held, writer.host_copies)
-    ranks = RankWriter(session, holders, held, group, name_of_key)
+    ranks = RankWriter(session, holders, held, name_of_key)
 
     def work() -> None:
         if is_leader:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
-from hfshard.distributed.exchange import Stretch, byte_range, cut_windows, schedule
+import hfshard
+from hfshard._util.call_ranks import Session
+from hfshard.distributed.exchange import GroupAddresses, Stretch, byte_range, connect, cut_windows, schedule
+from hfshard.distributed.rendezvous import session
 from hfshard.distributed.tensor_owners import Mesh, TensorOwners
+from hfshard.errors import RankFailedError
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, iter_blocks
+from tests.distributed.gloo import check_ranks, make_mesh, run_ranks
 from tests.distributed.test_tensor_owners import listing, split, unite
 
 
@@ -57,6 +68,73 @@ def test_owners_wait_where_one_rank_would_send_too_much() -> None:
         owner: [Stretch(name, at, at + 1024) for at in range(0, 32768, 1024)] for owner, name in enumerate(names)
     }
     assert len(rounds) <= 32 + 32 // 4
+
+
+# The group of a session.
+
+
+def save_two_at_once(rank: int, place: Path) -> None:
+    """Two threads of each rank, of which the second rank starts the other one first."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = make_mesh(2)
+    states = {
+        name: {f"w{number}": distribute_tensor(torch.full((256, 256), value), mesh, [Shard(0)]) for number in range(8)}
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            saves = [
+                pool.submit(hfshard.save_state_dict, states[name], place / name, max_shard_size="600KB")
+                for name in ("ba" if rank else "ab")
+            ]
+            for one in saves:
+                one.result()
+
+
+def test_saves_of_two_threads_do_not_mix(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, save_two_at_once, tmp_path)
+
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        found = hfshard.load_state_dict(tmp_path / name, verify="full")
+        assert all(torch.equal(tensor, torch.full((256, 256), value)) for tensor in found.values())
+
+
+def connect_with_one_that_fails(rank: int, fail: Callable[[Session], None]) -> None:
+    expected = ZeroDivisionError if rank == 2 else RankFailedError
+    with pytest.raises(expected) as caught, session("a", needs_all=True) as ranks:
+        if rank == 2:
+            fail(ranks)
+        ranks.await_work(connect(ranks).barrier())
+    if rank != 2:
+        assert isinstance(caught.value, RankFailedError)
+        assert caught.value.rank == 2
+    os._exit(0)  # no barrier: one may be dead
+
+
+def raise_error(_: Session) -> None:
+    raise ZeroDivisionError
+
+
+def die(_: Session) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_when_all_know_its_address(ranks: Session) -> None:
+    class Addresses(GroupAddresses):
+        def wait(self, keys: list[str], timeout: object = None) -> None:
+            super().wait(keys)
+            die(ranks)
+
+    torch.distributed.ProcessGroupGloo(Addresses(ranks), ranks.position, ranks.world_size, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("fail", [raise_error, die, die_when_all_know_its_address])
+def test_a_rank_that_fails_while_the_ranks_connect_is_named(fail: Callable[[Session], None], tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path / "ranks", 3, connect_with_one_that_fails, fail)
+
+    statuses = [0, 0, 0 if fail is raise_error else -signal.SIGKILL]
+    assert [end.status for end in ends] == statuses, "\n".join(end.words for end in ends)
 
 
 # Stretches of a tensor's bytes.
