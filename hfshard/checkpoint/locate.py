@@ -342,7 +342,8 @@ def check_generation_config(directory: str, pass_over: PassOver | None = None) -
     if os.path.lexists(path):
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
         remedy = "Download it again, or delete it to generate with the defaults."
-        parse_json_object(raw, path=path, what="Generation config", remedy=remedy, pass_over=pass_over)
+        what = "Generation config"
+        parse_json_object(raw, path=path, what=what, remedy=remedy, takes_constants=True, pass_over=pass_over)
 
 
 def checked_weights_override(

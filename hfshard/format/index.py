@@ -372,7 +372,7 @@ def with_weights_override(config: bytes, weights: str) -> bytes:
     key = WEIGHTS_OVERRIDE_KEY.encode()
     if config.startswith(b"{") and key not in config and json.loads(config):
         return b'{\n  "%s": %s,' % (key, json.dumps(weights).encode()) + config[1:]
-    return dump_json({**json.loads(config), WEIGHTS_OVERRIDE_KEY: weights})
+    return _dump_config({**json.loads(config), WEIGHTS_OVERRIDE_KEY: weights})
 
 
 def without_weights_override(config: bytes) -> bytes:
@@ -380,7 +380,12 @@ def without_weights_override(config: bytes) -> bytes:
     if (line := _LINE.match(config)) is not None:
         return b"{" + config[line.end() :]
     value = json.loads(config)
-    return dump_json({key: value[key] for key in value if key != WEIGHTS_OVERRIDE_KEY})
+    return _dump_config({key: value[key] for key in value if key != WEIGHTS_OVERRIDE_KEY})
+
+
+def _dump_config(value: Any) -> bytes:
+    """Encode a config as `dump_json` does, but with NaN and Infinity, which transformers writes."""
+    return f"{json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)}\n".encode()
 
 
 def without_commit_keys(config: bytes) -> bytes:

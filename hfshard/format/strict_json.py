@@ -43,7 +43,7 @@ def parse_json_object(
         path: The file that they come from, for the message.
         what: The subject of the message: "Index", "The header of shard".
         remedy: The last sentence of the message: what the user can do. None: that of any damaged file.
-        takes_constants: Whether to accept NaN and Infinity, which Python's own encoder writes.
+        takes_constants: Whether to accept NaN and Infinity, which transformers writes.
         pass_over: Gets the error for a key that occurs twice; if it does not raise it, the last one counts, as in
             Python's own decoder. None: the error is raised.
 

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
-from hfshard.format.strict_json import dump_json
+from hfshard.format.index import without_weights_override
 from hfshard.models.model_classes import architecture_of, empty_custom_object, is_pipeline_stage, view_as_alias
 from hfshard.models.rank_parts import build_meta_model, stored_parts, trace_reverted
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel, has_tensors, with_parts
@@ -173,11 +173,7 @@ def _unsaid(folder: str) -> Iterator[None]:
 
 def _under_usual_names(config: bytes) -> bytes:
     # A model that was loaded during a commit, or by an override, is saved under the usual names.
-    value = json.loads(config)
-    if WEIGHTS_OVERRIDE_KEY not in value:
-        return config
-    del value[WEIGHTS_OVERRIDE_KEY]
-    return dump_json(value)
+    return without_weights_override(config) if WEIGHTS_OVERRIDE_KEY in json.loads(config) else config
 
 
 def _droppable_patterns(model: PreTrainedModel) -> list[str]:

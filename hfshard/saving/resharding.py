@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -328,7 +328,10 @@ def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> Save
     """
     path = os.path.join(directory, CONFIG_NAME)
     raw = request.config
-    config = None if raw is None else parse_json_object(raw, path=path, what="Config", remedy="Save the model again.")
+    config: dict[str, Any] | None = None
+    if raw is not None:
+        remedy = "Save the model again."
+        config = parse_json_object(raw, path=path, what="Config", remedy=remedy, takes_constants=True)
     packed = [name for name, value in request.tensors.items() if is_packed(value)]
     if packed or (config is not None and config.get("quantization_config")):
         why = f"'{packed[0]}' is an 8-bit float or smaller" if packed else "its config has a quantization_config"

@@ -265,7 +265,9 @@ def test_what_is_put_in_comes_out_byte_for_byte(name: str) -> None:
     assert without_weights_override(pointing) == without_commit_keys(pointing) == CONFIG
 
 
-@pytest.mark.parametrize("config", [b"{}\n", b'{"a": 1}', b'{\n  "transformers_weights": "old.safetensors"\n}\n'])
+@pytest.mark.parametrize(
+    "config", [b"{}\n", b'{"a": 1}', b'{\n  "transformers_weights": "old.safetensors",\n  "a": -Infinity\n}\n']
+)
 def test_configs_in_other_forms_get_the_key_too(config: bytes) -> None:
     value = {key: item for key, item in json.loads(config).items() if key != "transformers_weights"}
     assert json.loads(with_weights_override(config, UNIQUE)) == {**value, "transformers_weights": UNIQUE}

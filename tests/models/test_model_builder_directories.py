@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -101,6 +102,19 @@ def test_generation_values_in_an_old_config_are_found(copy: Copy) -> None:
     (directory / "generation_config.json").unlink()
 
     assert loads_alike(ZOO["bart"].stock_class, directory)["generation config"]["num_beams"] == 3
+
+
+def test_configs_with_infinity_are_loaded_and_cast(saves: Saves, copy: Copy, tmp_path: Path) -> None:
+    directory = copy("llama_generation", transformers_weights="other.safetensors", extra=math.inf)
+    (directory / SINGLE_FILE).rename(directory / "other.safetensors")
+    generation = directory / "generation_config.json"
+    generation.write_text(json.dumps({**read_json(generation), "max_time": math.inf}))
+
+    loaded = loads_alike(ZOO["llama_generation"].stock_class, directory)
+    hfshard.reshard_checkpoint(directory, tmp_path / "cast", dtype="bfloat16")
+
+    assert loaded["generation config"]["max_time"] == math.inf
+    assert read_json(tmp_path / "cast" / "config.json")["extra"] == math.inf
 
 
 @every_layout
