@@ -88,15 +88,17 @@ def load_into_module(
 
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
+        DamagedCheckpointError: The module has a name whose entry in a pickle is not a dense tensor.
         InvalidArgumentError: Its weights are offloaded, DeepSpeed has partitioned them, or their memory was freed.
     """
     model = unwrap(model)
     reject_offloaded(model)
     reshard_parameters(model)
     model_state = collect_state_dict(model, "load")
+    others = checkpoint.others
     if stored is None:
-        stored = read_tensors(checkpoint, None, "cpu", options.read)
-    tensors, difference = match_names(stored, model_state, checkpoint.directory, values_of=values_of)
+        stored = read_tensors(checkpoint, lambda name: name not in others, "cpu", options.read)
+    tensors, difference = match_names({**stored, **others}, model_state, checkpoint.directory, values_of=values_of)
     reject_expanded(model, tensors, checkpoint.directory)
     matched = len(model_state) - len(difference.missing)
     difference.raise_unless_allowed(strict=options.strict is not False, path=checkpoint.directory, matched=matched)

@@ -131,10 +131,14 @@ def read_tensors(
         keys: Names of the tensors; None: all.
         device: Target device.
         read: Method of reading bytes into memory.
+
+    Raises:
+        DamagedCheckpointError: A selected entry of a pickle is not a dense tensor.
     """
     tied_names = checkpoint.index.tied_names
-    names = [*checkpoint.keys, *tied_names]
+    names = [*checkpoint.keys, *checkpoint.others, *tied_names]
     selected = names if keys is None else select_keys(names, keys)
+    checkpoint.reject_others(selected)
     stored = {tied_names.get(name, name) for name in selected}
     tensors = checkpoint.read([name for name in checkpoint.keys if name in stored], read, device)
     return {name: tensors[tied_names.get(name, name)] for name in selected}

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -142,6 +142,21 @@ class OpenCheckpoint:
         """FQNs of the stored tensors, in the order of the files and of the bytes in them."""
         stored = [name for shard in self.shards.values() for name in shard.header.tensors]
         return stored + [name for pickled in self.pickles.values() for name in pickled.tensors]
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """FQN -> entry of a pickle that is not a dense tensor; only its name is of use to a model (`OtherEntry`)."""
+        return {name: entry for pickled in self.pickles.values() for name, entry in pickled.others.items()}
+
+    def reject_others(self, names: Collection[str] | None = None) -> None:
+        """Reject entries of these names, or all, that are not dense tensors: they can be neither returned nor stored.
+
+        Raises:
+            DamagedCheckpointError: There is one.
+        """
+        others = self.others
+        for name in others if names is None else others.keys() & names:
+            raise others[name].error
 
     def read(
         self, names: Collection[str], read: ReadMode = "auto", device: str | torch.device = "cpu"
@@ -431,7 +446,7 @@ def _open_once(
     path = os.path.join(folder.path, weights.name)
     if weights.kind == "bin":
         pickled = folder.open_pickle(weights.name, key)
-        index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, weights.name))
+        index = CheckpointIndex(weight_map=dict.fromkeys([*pickled.tensors, *pickled.others], weights.name))
         checkpoint = OpenCheckpoint(folder, names, weights, index, pickles={weights.name: pickled})
         finish(checkpoint)
         return checkpoint
@@ -477,7 +492,7 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
     else:
         checkpoint.pickles = {file: checkpoint.folder.open_pickle(file, None) for file in sorted(wanted)}
     contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
-    contents |= {file: list(pickled.tensors) for file, pickled in checkpoint.pickles.items()}
+    contents |= {file: [*pickled.tensors, *pickled.others] for file, pickled in checkpoint.pickles.items()}
     try:
         check_keys(checkpoint.weights_path, weight_map, contents)
     except DamagedCheckpointError as error:
@@ -547,7 +562,9 @@ def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dic
 
     Raises:
         IntegrityError: A file without tensor digests differs from its checksum. (While reading: a tensor differs.)
+        DamagedCheckpointError: A pickle has an entry that is not a dense tensor.
     """
+    checkpoint.reject_others()
     found: dict[str, TensorLike] = {}
     for file, shard in checkpoint.shards.items():
         recorded = checkpoint.index.files.get(file, FileDigest())

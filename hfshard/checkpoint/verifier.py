@@ -343,6 +343,8 @@ class Verifier:
 
     def _check_pickle(self, name: str, pickled: PickleFile, progress_callback: ProgressCallback) -> _Findings:
         findings = _Findings(self.directory)
+        for entry in pickled.others.values():
+            findings.add_error(entry.error)
         with findings.collected():
             if self.level == "full" and pickled.check_every_byte(progress_callback):
                 findings.checked_bytes = pickled.size

@@ -75,6 +75,7 @@ class ModelBuilder:
 
         Raises:
             StateDictMismatchError: No name fits, a shape differs, or strict and any name differs.
+            DamagedCheckpointError: The model has a name whose entry in a pickle is not a dense tensor.
         """
         if self.model_class.can_generate() and kwargs.get("generation_config") is None:
             check_generation_config(self.local.directory, self.checkpoint.folder.pass_over)
@@ -146,7 +147,7 @@ class ModelBuilder:
 
     def _described(self, names: Mapping[str, str], parallel: ParallelizedLoad) -> dict[str, torch.Tensor]:
         """Build the tensors without data, by the names that transformers is given."""
-        described = stored_tensors(self.checkpoint)
+        described = stored_tensors(self.checkpoint) | self.checkpoint.others
         parallel.stored_names = {short: name for name, short in names.items()}
         parallel.tie = self._tie
         return {short: described[name] for name, short in names.items()}
@@ -156,6 +157,7 @@ class ModelBuilder:
         with torch.inference_mode(False):  # as in transformers, a model that is loaded in that mode can be trained
             tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
         # transformers ties what the config declares; passing it twice would cost a comparison of the values.
+        tensors |= self.checkpoint.others
         tensors |= {name: tensors[index.tied_names[name]] for name in index.undeclared_ties}
         return {names[name]: tensor for name, tensor in tensors.items()}
 
@@ -164,7 +166,7 @@ class ModelBuilder:
 
         The patterns of a `key_mapping` are for the names in the file, often to strip a wrapper's prefix themselves.
         """
-        stored = [*self._keys(), *self.checkpoint.index.undeclared_ties]
+        stored = [*self._keys(), *self.checkpoint.others, *self.checkpoint.index.undeclared_ties]
         if kwargs.get("key_mapping") or not has_wrapper_prefix(stored):
             return dict(zip(stored, stored, strict=True))
         names = _names_for(describe(), stored)

@@ -33,6 +33,7 @@ class PickleFile:
         path: The file's path.
         key: The key under which the file has the weights; None: the file contains nothing else.
         tensors: FQN -> tensor.
+        others: FQN -> entry next to the tensors that is not a dense tensor.
         size: Bytes of the file.
         identity: Identity of the file that was read.
         changed_ns: Time of the file's last change of any kind before it was read.
@@ -56,7 +57,8 @@ class PickleFile:
         contents = read_pickle(path, root, opener)
         self.key: str | None
         self.tensors: dict[str, torch.Tensor]
-        self.key, self.tensors = select_weights(contents.value, path, key)
+        self.others: dict[str, OtherEntry]
+        self.key, self.tensors, self.others = select_weights(contents.value, path, key)
         self.size, self.identity = contents.size, contents.identity
         self.changed_ns = contents.changed_ns
         self._contents = replace(contents, value=None)  # the rest, such as an optimizer, can be freed
@@ -137,7 +139,25 @@ _SHOWN: Final = 12
 """The most candidates or keys in a message."""
 
 
-def select_weights(value: Any, path: str, key: str | None) -> tuple[str | None, dict[str, torch.Tensor]]:
+class OtherEntry:
+    """An entry among weights that is not a dense tensor: its name can be compared, and any use is an error."""
+
+    def __init__(self, error: DamagedCheckpointError) -> None:
+        """Keep the error that names the entry."""
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error: a load into a model that lacks the name does not get here."""
+        raise self.error
+
+    def __getitem__(self, place: object) -> Any:
+        """Raise the error."""
+        raise self.error
+
+
+def select_weights(
+    value: Any, path: str, key: str | None
+) -> tuple[str | None, dict[str, torch.Tensor], dict[str, OtherEntry]]:
     """Extract the weights from what a program saved.
 
     1. `key` selects them, if it is given.
@@ -151,12 +171,13 @@ def select_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
         key: The key of the weights, with a dot before each deeper one; None: there must be only one candidate.
 
     Returns:
-        The key under which they were found, or None if the complete value is the weights; FQN -> tensor.
+        The key under which they were found, or None if the complete value is the weights; FQN -> tensor; FQN -> entry
+        that is not a dense tensor.
 
     Raises:
         AmbiguousWeightsError: There are several candidates, which the error lists.
         InvalidArgumentError: There is no dict under `key`.
-        DamagedCheckpointError: There are no weights, or an entry among them is not a plain tensor.
+        DamagedCheckpointError: There are no weights, or an entry among them has no name, or none is a dense tensor.
         CheckpointNotFoundError: The weights are in other files, as parts.
     """
     if not isinstance(value, Mapping):
@@ -171,8 +192,8 @@ def select_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
         if key is not None:
             logger.info("The weights in '%s' are under the key '%s'.", path, key)
     chosen = value if key is None else _at_key(value, key, path)
-    _check_entries(chosen, path, key)
-    return key, dict(chosen)
+    others = _find_others(chosen, path, key)
+    return key, {name: tensor for name, tensor in chosen.items() if name not in others}, others
 
 
 def find_candidates(value: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
@@ -205,7 +226,7 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
                 "contains weights, pass it as key=, or as --key on the command line.",
                 path=path,
             )
-        return None  # a state dict with another entry, which `_check_entries` names
+        return None  # a state dict with another entry
     if len(candidates) == 1:
         return next(iter(candidates))
     first = next(iter(named or candidates))
@@ -238,17 +259,26 @@ def _lookup(value: Any, key: str) -> Any:
     return next((one for one in found if one is not None), None)
 
 
-def _check_entries(chosen: Mapping[Any, Any], path: str, key: str | None) -> None:
-    where = "is not a state dict" if key is None else f"has no state dict under {key!r:.200}"
-    for name, tensor in chosen.items():
-        problem = _problem_of(tensor)
-        if not isinstance(name, str):
-            problem = f"has a name of type {type(name).__name__}"
-        if problem:
-            shown = name[:200] if isinstance(name, str) else type(name).__name__
-            raise DamagedCheckpointError(
-                f"'{path}' {where}: its entry {shown!r} {problem}. {repair_hint(path)}", path=path, fqn=shown
-            )
+def _find_others(chosen: Mapping[Any, Any], path: str, key: str | None) -> dict[str, OtherEntry]:
+    """Find the entries that are not dense tensors; raise the error of one that has no name, or if no entry is one."""
+    where = "" if key is None else f" under {key!r:.200}"
+    others: dict[str, OtherEntry] = {}
+    for name, value in chosen.items():
+        is_named = isinstance(name, str)
+        problem = _problem_of(value) if is_named else f"has a name of type {type(name).__name__}"
+        if problem is None:
+            continue
+        shown = name if is_named else type(name).__name__
+        error = DamagedCheckpointError(
+            f"'{path}' has more than dense tensors{where}: its entry {shown[:200]!r} {problem}. Load the tensors "
+            "alone, with hfshard.load_state_dict(..., keys=...), or save the file again without it.",
+            path=path,
+            fqn=shown,
+        )
+        others[shown] = OtherEntry(error)
+        if not is_named or len(others) == len(chosen):
+            raise error
+    return others
 
 
 def _problem_of(tensor: Any) -> str | None:

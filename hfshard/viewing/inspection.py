@@ -51,6 +51,7 @@ def inspect_checkpoint(
 
 def _inspected(viewed: ViewedCheckpoint, typed: str) -> Inspection:
     checkpoint = viewed.checkpoint
+    checkpoint.reject_others()
     is_as_typed = os.path.isdir(typed) and checkpoint.directory == absolute_path(typed)
     return Inspection(
         place=viewed.place,

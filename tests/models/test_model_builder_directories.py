@@ -18,7 +18,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedConfig, PreTrainedModel
 
 import hfshard
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError, StateDictMismatchError
 from tests.models.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import INDEX, SINGLE_FILE, bits_of, fails_alike, load, loads_alike, raw_tensors, read_json
 from tests.zoo.mixin_classes import with_mixin
@@ -251,8 +251,23 @@ def write_pickle(directory: Path, name: str, state_dict: Any = None, *, shards: 
         part = {key: contents[key] for key in list(contents)[number::shards]}
         weight_map |= dict.fromkeys(part, file)
         torch.save(part, directory / file, _use_new_zipfile_serialization=zipped)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in contents.values())}, "weight_map": weight_map}
+    total_size = sum(getattr(value, "nbytes", 0) for value in contents.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (directory / f"{PICKLE}.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("value", [3, None, {"scale": torch.ones(2)}, torch.ones(2, device="meta")], ids=type)
+def test_an_entry_of_a_pickle_that_is_no_tensor_is_unexpected(value: Any, shards: int, tmp_path: Path) -> None:
+    contents = {**bert_weights(), "pooler._extra_state": value}
+    write_pickle(tmp_path, "bert", contents, shards=shards)
+
+    assert loads_alike(BertModel, tmp_path)["loading info"]["unexpected_keys"] == ["pooler._extra_state"]
+
+    write_pickle(tmp_path, "bert", {**bert_weights(), "pooler.dense.bias": value}, shards=shards)
+    for ignored in (False, True):
+        with pytest.raises(DamagedCheckpointError, match=r"its entry 'pooler\.dense\.bias' is a "):
+            with_mixin(BertModel).from_pretrained(tmp_path, ignore_mismatched_sizes=ignored)
 
 
 def write_bert(directory: Path, rename: Callable[[str], str], kind: str = "bin") -> None:

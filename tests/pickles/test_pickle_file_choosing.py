@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.errors import AmbiguousWeightsError, DamagedCheckpointError, InvalidArgumentError, UnsafePickleError
+from hfshard.errors import (
+    AmbiguousWeightsError,
+    DamagedCheckpointError,
+    InvalidArgumentError,
+    StateDictMismatchError,
+    UnsafePickleError,
+)
+from hfshard.viewing.inspection import inspect_checkpoint
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
 
@@ -167,10 +175,7 @@ def test_a_key_is_for_one_file_of_torch_save(tmp_path: Path) -> None:
             trained()["optimizer"],
             "contains no weights that hfshard recognizes: its entries are 'state', 'param_groups'",
         ),
-        ({"a": torch.ones(2), "epoch": 3}, "is not a state dict: its entry 'epoch' is a int, not a tensor"),
-        ({"model": {"a": torch.ones(2), "n": 3}}, "has no state dict under 'model': its entry 'n' is a int"),
         ({"model": {"a": torch.ones(2), 3: torch.ones(1)}}, "under 'model': its entry 'int' has a name of type int"),
-        ({"a": torch.ones(2), "b._extra_state": {"scale": torch.ones(3)}}, r"its entry 'b\._extra_state' is a dict"),
         ({"a": torch.ones(2, device="meta")}, "its entry 'a' is a tensor without data"),
         ({"a": torch.eye(2).to_sparse()}, "its entry 'a' is a sparse or nested tensor"),
         ([torch.ones(2)], "contains a list, not a state dict"),
@@ -184,6 +189,48 @@ def test_what_is_no_weights_is_named(tmp_path: Path, value: Any, problem: str) -
         hfshard.load_state_dict(path)
     report = hfshard.verify_checkpoint(path)
     assert [found.file for found in report.problems] == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("epoch", 3, "is a int, not a tensor"),
+        ("0._extra_state", {"scale": torch.ones(3)}, "is a dict, not a tensor"),
+        ("meta", torch.ones(2, device="meta"), "is a tensor without data"),
+        ("sparse", torch.eye(2).to_sparse(), "is a sparse or nested tensor"),
+    ],
+)
+@pytest.mark.parametrize("key", [None, "model"])
+def test_an_entry_that_is_no_tensor_is_a_name_and_is_never_lost(
+    name: str, value: Any, problem: str, key: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint.pt"
+    entries = {**STATE, name: value}
+    torch.save(entries if key is None else {key: entries}, path)
+
+    assert list(hfshard.load_state_dict(path, keys=NAMES)) == NAMES
+    _, info = hfshard.load_model(net(2), path, strict=False, output_loading_info=True)
+    assert info["unexpected_keys"] == {name}
+    with pytest.raises(StateDictMismatchError, match=f"1 unexpected: {name}"):
+        hfshard.load_model(net(2), path)
+    for use in (
+        hfshard.load_state_dict,
+        inspect_checkpoint,
+        partial(hfshard.reshard_checkpoint, dst=tmp_path / "out"),
+        partial(hfshard.load_state_dict, keys=[name]),
+    ):
+        with pytest.raises(DamagedCheckpointError, match=f"its entry '{name}' {problem}"):
+            use(path)
+    assert not (tmp_path / "out").exists()
+    problems = hfshard.verify_checkpoint(path).problems
+    assert [(found.file, found.tensor) for found in problems] == [(str(path), name)]
+
+
+def test_an_entry_that_is_no_tensor_but_that_the_module_has_is_refused(tmp_path: Path) -> None:
+    torch.save({**STATE, "0.bias": 3}, tmp_path / "checkpoint.pt")
+
+    with pytest.raises(DamagedCheckpointError, match=r"its entry '0\.bias' is a int"):
+        hfshard.load_model(net(2), tmp_path / "checkpoint.pt", strict=False)
 
 
 class Whole(nn.Module):
