@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -33,9 +33,6 @@ from hfshard.tensors.tied import find_shared_tensors
 from hfshard.tensors.zero3 import is_partitioned, reject_partitioned
 
 logger = logging.getLogger(__name__)
-
-_SHARED_MEMORY: Final = "/dev/shm"
-"""A file system in memory, on Linux."""
 
 
 def request_from_pretrained(
@@ -138,9 +135,7 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
     config = cast(Any, model.config)
     config.dtype = str(model.dtype).split(".")[1]
     config.architectures = [architecture.__name__.removeprefix("FSDP")]
-    has_memory = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)  # a save into a store does not write to disk
-    in_memory = _SHARED_MEMORY if has_memory else None
-    with tempfile.TemporaryDirectory(prefix="hfshard-", dir=in_memory) as folder, _unsaid(folder):
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder, _unsaid(folder):
         if model.is_remote_code():
             custom_object_save(empty_custom_object(type(model)), folder, config=config)
         config.save_pretrained(folder)

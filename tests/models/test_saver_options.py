@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from transformers import BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import hfshard
 from hfshard.errors import InvalidArgumentError
@@ -26,7 +27,7 @@ from tests.zoo.compare import (
     with_variant,
 )
 from tests.zoo.mixin_classes import with_mixin
-from tests.zoo.models import ZOO
+from tests.zoo.models import TEXT, ZOO
 
 pytestmark = pytest.mark.compat
 
@@ -130,6 +131,24 @@ def test_an_option_of_older_or_other_code_is_taken(options: dict[str, Any], tmp_
     specimen.build(with_mixin(BertModel)).save_pretrained(tmp_path / "ours", **options)
 
     assert file_differences(tmp_path / "ours", tmp_path / "theirs") == []
+
+
+class NotingConfig(BertConfig):
+    """A config that notes where it is saved."""
+
+    saved_in: ClassVar[list[Path]] = []
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, **kwargs)
+        self.saved_in.append(Path(save_directory))
+
+
+def test_configs_are_collected_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    hfshard.save_model(BertModel(NotingConfig(**TEXT)), tmp_path / "out")
+
+    assert NotingConfig.saved_in[-1].is_relative_to(tmp_path)
 
 
 def test_arguments_are_taken_by_position_in_transformers_order(tmp_path: Path) -> None:
