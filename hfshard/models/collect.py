@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def request_from_pretrained(
-    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions
+    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, place: str = "model"
 ) -> SaveRequest:
     """Build the request to save what transformers' `save_pretrained` would write of this model.
 
@@ -47,6 +48,7 @@ def request_from_pretrained(
         state_dict: Tensors to save instead of the model's own; not mutated.
         options: `save_original_format` selects whether converted weights (fused experts ...) are saved under their
             original names.
+        place: Path, address or repo_id of the target, whose last part a config's own `save_pretrained` sees.
 
     Raises:
         InvalidArgumentError: Its quantization cannot be saved.
@@ -66,7 +68,7 @@ def request_from_pretrained(
         view = view_as_alias(model)
         stored = stored_parts(model, kept) if has_spread(kept) else revert_weight_conversion(view, dict(kept))
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
-    files = _model_files(model)
+    files = _model_files(model, place.rpartition("/")[2])
     look = partial(_look_at_whole, model, options) if state_dict is None else None
     whole = look() if look is not None and is_pipeline_stage(model) else None
     if whole is None and look is not None and is_pipeline_stage(model):
@@ -129,22 +131,25 @@ def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dic
     return state_dict, metadata
 
 
-def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """Build config.json, generation_config.json and custom code, as transformers writes them for its own class."""
+def _model_files(model: PreTrainedModel, directory_name: str) -> dict[str, bytes]:
+    """Build config.json, generation_config.json and custom code, as transformers writes them for its own class.
+
+    Configs of other code may write more, into folders, too.
+    """
     architecture = architecture_of(type(model))
     config = cast(Any, model.config)
     config.dtype = str(model.dtype).split(".")[1]
     config.architectures = [architecture.__name__.removeprefix("FSDP")]
-    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder, _unsaid(folder):
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as above, _unsaid(above):
+        folder = os.path.join(above, directory_name)
+        os.makedirs(folder, exist_ok=True)
         if model.is_remote_code():
             custom_object_save(empty_custom_object(type(model)), folder, config=config)
         config.save_pretrained(folder)
         if model.can_generate():
             cast(Any, model).generation_config.save_pretrained(folder)
-        files = {}
-        for name in sorted(os.listdir(folder)):
-            with open(os.path.join(folder, name), "rb") as file:
-                files[name] = file.read()
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     files[CONFIG_NAME] = _under_usual_names(files[CONFIG_NAME])
     return files
 

@@ -221,7 +221,7 @@ def _request(
 ) -> SaveRequest:
     """Build the save request; if that fails on one of several ranks that have parts, the others are notified."""
     with abort_peers_on_error(place, lambda: options.is_collective or is_part(model, state_dict)):
-        return request_from_pretrained(model, state_dict, options)
+        return request_from_pretrained(model, state_dict, options, place.address)
 
 
 def _push_files(
@@ -270,7 +270,7 @@ def push_pretrained_model(
             given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
             save = partial(model.save_pretrained, **without_defaults(given))
             return push.send_by_directory(save, options.variant)
-        return push.send(request_from_pretrained(model, None, options))
+        return push.send(request_from_pretrained(model, None, options, os.fspath(repo_id)))
 
 
 def _begin_push(

@@ -27,7 +27,7 @@ from tests.zoo.compare import (
     with_variant,
 )
 from tests.zoo.mixin_classes import with_mixin
-from tests.zoo.models import TEXT, ZOO
+from tests.zoo.models import ZOO
 
 pytestmark = pytest.mark.compat
 
@@ -133,22 +133,38 @@ def test_an_option_of_older_or_other_code_is_taken(options: dict[str, Any], tmp_
     assert file_differences(tmp_path / "ours", tmp_path / "theirs") == []
 
 
-class NotingConfig(BertConfig):
-    """A config that notes where it is saved."""
+class FolderConfig(BertConfig):
+    """A config that saves a folder, too, and notes where."""
 
     saved_in: ClassVar[list[Path]] = []
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        super().save_pretrained(save_directory, **kwargs)
-        self.saved_in.append(Path(save_directory))
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        directory = Path(save_directory)
+        (directory / "labels" / directory.name).mkdir(parents=True, exist_ok=True)
+        (directory / "labels" / directory.name / "a.txt").write_text("a")
+        self.saved_in.append(directory)
 
 
 def test_configs_are_collected_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    hfshard.save_model(BertModel(NotingConfig(**TEXT)), tmp_path / "out")
+    hfshard.save_model(BertModel(FolderConfig.from_dict(ZOO["bert"].make_config().to_dict())), tmp_path / "out")
 
-    assert NotingConfig.saved_in[-1].is_relative_to(tmp_path)
+    assert FolderConfig.saved_in[-1].is_relative_to(tmp_path)
+
+
+def test_a_config_may_save_folders_and_sees_the_targets_name(tmp_path: Path) -> None:
+    model = BertModel(FolderConfig.from_dict(ZOO["bert"].make_config().to_dict()))
+    model.save_pretrained(tmp_path / "theirs" / "out")
+    directory = tmp_path / "ours" / "out"
+
+    for size in (WHOLE, SHARDS):  # new and replaced
+        hfshard.save_model(model, directory, max_shard_size=size)
+
+        assert (directory / "labels" / "out" / "a.txt").read_text() == "a"
+        assert hfshard.verify_checkpoint(directory).ok
+    assert file_differences(directory, tmp_path / "theirs" / "out") == []
 
 
 def test_arguments_are_taken_by_position_in_transformers_order(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import PurePath
 from typing import Final
 
 from hfshard.checkpoint.folder import Folder, LocalFolder
@@ -396,7 +397,11 @@ class RunDirectoryTransaction:
         """Write the small files, the manifest last, and rename the directory into place."""
         small = {**self._save.new.small_files, **index_files}
         manifest = self._manifest.with_files(self._records, small)
+        folders = {str(folder) for name in small for folder in PurePath(name).parents} - {os.curdir}
         with FlushBatch() as unflushed:
+            for folder in sorted(folders):
+                os.mkdir(os.path.join(self._directory, folder))
+                unflushed.add_directory(os.path.join(self._directory, folder))
             for name, raw in small.items():
                 unflushed.write_file(os.path.join(self._directory, name), raw)
             unflushed.write_file(os.path.join(self._directory, MANIFEST), manifest.to_json())

@@ -81,6 +81,28 @@ def test_a_model_with_a_generation_config_and_ties(place: Place) -> None:
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+class FolderConfig(BertConfig):
+    """A config that saves a folder, too."""
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        Path(save_directory, "labels").mkdir()
+        Path(save_directory, "labels", "a.txt").write_text(str(self.hidden_size))
+
+
+@everywhere
+def test_a_config_that_saves_a_folder(place: Place) -> None:
+    for hidden in (4, 8):
+        model = BertModel(FolderConfig.from_dict(bert(1, hidden=hidden).config.to_dict()))
+        hfshard.save_model(model, place.path)
+        hfshard.CheckpointManager(f"{place.path}/run").save(hidden, hfshard.training.TrainingState(model=model))
+
+        found = {name: raw.decode() for name, raw in place.files().items() if name.endswith("labels/a.txt")}
+        assert hfshard.verify_checkpoint(place.path).ok and hfshard.verify_checkpoint(f"{place.path}/run").ok
+        assert found["labels/a.txt"] == str(hidden)
+        assert found[f"run/checkpoint-{hidden:08d}/labels/a.txt"] == str(hidden)
+
+
 @everywhere
 def test_a_plain_module_with_config_and_card(place: Place) -> None:
     net = Net(width=3)
