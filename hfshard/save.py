@@ -52,7 +52,7 @@ def save_state_dict(
         state_dict: FQN -> tensor: any shape, strides and device, and any dtype that safetensors has (complex128 is
             stored as pairs of real numbers). Names that share one tensor are stored once, and `load_state_dict`
             returns one tensor for them. Not mutated.
-        save_directory: Created if it is missing. "~" is the home directory; a relative path is resolved when the call
+        save_directory: Created if it is missing. A "~" is not expanded; a relative path is resolved when the call
             begins, and later changes of the working directory have no effect. Or the address of a place in an object
             store, such as "s3://bucket/prefix": then nothing is written to disk.
         max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the largest size of a file, header included,

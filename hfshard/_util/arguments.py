@@ -67,7 +67,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-# Users' paths: checked, with "~" as the home directory, and made absolute at the beginning of a call.
+# Users' paths: checked, and made absolute at the beginning of a call.
 
 
 FILE_SCHEME: Final = "file://"
@@ -76,8 +76,9 @@ FILE_SCHEME: Final = "file://"
 def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
     """Make a path absolute, so that a later `os.chdir`, by any thread, does not change where it leads.
 
-    "~" is the home directory. The path is not normalized, because ".." after a symbolic link does not lead to the part
-    before it. Only relative paths need the working directory, so that others work if it was removed.
+    "~" is a name as any other, as in transformers; a shell has expanded it. The path is not normalized, because ".."
+    after a symbolic link does not lead to the part before it. Only relative paths need the working directory, so that
+    others work if it was removed.
 
     Args:
         path: It need not exist.
@@ -98,7 +99,6 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
         raise InvalidPathError(
             f"{argument}={text!r} is a file URL. Write the path alone: {text[len(FILE_SCHEME) :]!r}.", path=text
         )
-    text = os.path.expanduser(text)
     if not os.path.isabs(text):
         try:
             text = os.path.join(os.getcwd(), text)

@@ -322,7 +322,7 @@ def default_output(checkpoint: str) -> str:
         'bert.html'
     """
     if "://" not in checkpoint:
-        checkpoint = os.path.abspath(os.path.expanduser(checkpoint))  # of ".": the directory's own name
+        checkpoint = os.path.abspath(checkpoint)  # of ".": the directory's own name
     name = checkpoint.rstrip("/").rpartition("/")[2].partition("?")[0]
     name = name.encode(errors="ignore")[:_NAME_BYTES].decode(errors="ignore")
     return f"{name or 'checkpoint'}.html"

@@ -97,7 +97,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'.{hint}'}")
     arguments.program = program
     if arguments.needs_directory and not (arguments.takes_address and is_store_address(arguments.directory)):
-        arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: messages show it as it was typed
         is_there = os.path.exists if arguments.takes_file else os.path.isdir
         if not is_there(arguments.directory):
             command.error(_no_directory(arguments.directory))

@@ -346,7 +346,7 @@ def convert(arguments: argparse.Namespace) -> int:
     """Create a checkpoint of a run if the source has an optimizer; else write its weights as safetensors."""
     from hfshard.training.interop.convert_run import convert_foreign, is_foreign_run
 
-    source = os.path.expanduser(arguments.source)
+    source = arguments.source
     is_weights = arguments.weights or arguments.key is not None or _is_in_place(source, arguments.target)
     if is_weights or not is_foreign_run(source):
         return _convert_weights(arguments)

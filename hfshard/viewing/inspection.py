@@ -223,7 +223,7 @@ def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     at = place_to_load(text)
     if not at.is_read_from_disk:
         return at.address, None
-    if os.path.exists(os.path.expanduser(text)):
+    if os.path.exists(text):
         return absolute_path(place), None
     return split_address(place)
 

@@ -187,7 +187,7 @@ def _refuse(arguments: dict[str, Any], why: str) -> None:
 def run_at(place: str | os.PathLike[str]) -> str | None:
     """Find the absolute path or the address of the run at a place; None if there is none, as at its checkpoints."""
     at = place_to_load(place)
-    if at.is_read_from_disk and not os.path.isdir(os.path.expanduser(checked_path_text(place))):
+    if at.is_read_from_disk and not os.path.isdir(checked_path_text(place)):
         return None
     return at.address if is_run(folder_at(at.address)) else None
 

@@ -554,7 +554,7 @@ def test_absolute_paths_need_no_working_directory(tmp_path: Path, monkeypatch: p
         hfshard.save_state_dict(values_of(NEW), "out")
 
 
-def test_a_tilde_is_the_home_directory_for_every_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_a_name_as_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()
@@ -568,8 +568,8 @@ def test_a_tilde_is_the_home_directory_for_every_verb(tmp_path: Path, monkeypatc
 
     assert check(hfshard.load_state_dict("~/model"), OLD)
     assert hfshard.verify_checkpoint("~/sharded").ok
-    assert hfshard.pull_checkpoint("~/hub", "~/pulled") == str(home / "pulled")
-    assert hfshard.CheckpointManager("~/run").root == str(home / "run")
+    assert hfshard.pull_checkpoint("~/hub", "~/pulled") == str(here / "~" / "pulled")
+    assert hfshard.CheckpointManager("~/run").root == str(here / "~" / "run")
     assert main(["verify", "~/pulled"]) == main(["inspect", "~/pulled"]) == 0
-    assert sorted(path.name for path in home.iterdir()) == ["hub", "model", "out", "pulled", "sharded"]
-    assert not list(here.iterdir())
+    assert sorted(path.name for path in (here / "~").iterdir()) == ["hub", "model", "out", "pulled", "sharded"]
+    assert not list(home.iterdir())

@@ -28,7 +28,7 @@ ASK = {
     "commit/directory_state.py": "defines what a hub is, where nothing is saved",
     "hub/directory/directory_hub.py": "opens, checks, or creates, the hub that a repo_id names, and defines its form",
     "places/place.py": "has the table",
-    "cli/main.py": "expands `~` in the argument of a command",
+    "cli/main.py": "checks that the directory of a command exists",
     "models/small_saves.py": "stands in for transformers' functions, whose other arguments are none of its business",
     "models/diffusers_models.py": "diffusers would take an address for a directory or a repo",
     "models/build.py": "leaves what is no address to transformers, whatever is wrong with it",

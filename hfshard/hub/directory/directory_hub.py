@@ -561,7 +561,7 @@ def hub_directory(repo_id: str | os.PathLike[str]) -> str | None:
         InvalidArgumentError: It is a URL of another machine or of another kind, or a store address, valid or not.
     """
     if not isinstance(repo_id, str):
-        return os.path.expanduser(checked_path_text(repo_id, "repo_id"))
+        return checked_path_text(repo_id, "repo_id")
     check_slashes(repo_id, "repo_id")
     if repo_id.startswith(FILE_SCHEME):
         parts = urlsplit(repo_id)
@@ -587,7 +587,7 @@ def hub_directory(repo_id: str | os.PathLike[str]) -> str | None:
         shown = without_url_secrets(repo_id)
         raise InvalidArgumentError(f"'{shown}' is not a repo_id. {advice}", path=shown)
     if repo_id.startswith(_PATH_STARTS) or repo_id in (".", "..") or has_hub_marker(repo_id):
-        return os.path.expanduser(repo_id)
+        return repo_id
     return None
 
 
