@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.integrations.accelerate import check_and_set_device_map
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 from transformers.utils.hub import cached_files
 from transformers.utils.import_utils import is_peft_available
@@ -177,16 +177,16 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
        before it reads the tensors (`caching_allocator_warmup`).
     """
     cpu = torch.device("cpu")
-    device_map = kwargs.get("device_map")
-    name = device_map[""] if isinstance(device_map, dict) and set(device_map) == {""} else device_map
-    name = f"cuda:{name}" if isinstance(name, int) else str(name)
-    if re.fullmatch(r"cuda(:\d+)?", name) is None or getattr(config, "quantization_config", None):
+    device_map = check_and_set_device_map(kwargs.get("device_map"))
+    if not isinstance(device_map, dict) or set(device_map) != {""} or getattr(config, "quantization_config", None):
+        return cpu
+    device = torch.device(device_map[""])
+    if device.type != "cuda":  # of another device, torch cannot say how much room it has
         return cpu
     if any(kwargs.get(key) is not None for key in _PLACED_BY_TRANSFORMERS):
         return cpu
     if not _is_stored_as_loaded(checkpoint, config, kwargs):
         return cpu
-    device = torch.device(name)
     stored_bytes = sum(shard.data_bytes for shard in checkpoint.shards.values())
     free_bytes, _ = torch.cuda.mem_get_info(device)
     free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import BertModel, GenerationConfig
+from transformers import BertConfig, BertModel, GenerationConfig
 
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.models.load_arguments import device_of
 from tests.models.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import fails_alike, loads_alike
 from tests.zoo.mixin_classes import with_mixin
@@ -116,6 +118,24 @@ def test_an_option_does_what_transformers_does(name: str, options: Options, save
 @pytest.mark.parametrize(("name", "options"), _cases(OF_WEIGHTS, are_others_slow=True))
 def test_an_option_does_what_transformers_does_on_our_single_file(name: str, options: Options, saves: Saves) -> None:
     loads_alike(ZOO[name].stock_class, saves.ours(name, WHOLE), **options)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "device"),
+    [("cuda", "cuda:1"), ({"": "cuda:2"}, "cuda:2"), ("xpu:0", "cpu"), ("mps", "cpu"), ("auto", "cpu")],
+)
+def test_tensors_are_read_to_the_gpu_that_transformers_chooses(
+    device_map: Any, device: str, saves: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+
+    with open_checkpoint(str(saves.stock("bert"))) as checkpoint:
+        config = BertConfig(dtype="float32")
+
+        assert device_of(checkpoint, config, {"device_map": device_map}) == torch.device(device)
 
 
 FAILURES: list[tuple[str, Options]] = [
