@@ -136,10 +136,8 @@ def _model_files(model: PreTrainedModel, directory_name: str) -> dict[str, bytes
 
     Configs of other code may write more, into folders, too.
     """
-    architecture = architecture_of(type(model))
+    update_config(model)
     config = cast(Any, model.config)
-    config.dtype = str(model.dtype).split(".")[1]
-    config.architectures = [architecture.__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory(prefix="hfshard-") as above, _unsaid(above):
         folder = os.path.join(above, directory_name)
         os.makedirs(folder, exist_ok=True)
@@ -152,6 +150,13 @@ def _model_files(model: PreTrainedModel, directory_name: str) -> dict[str, bytes
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     files[CONFIG_NAME] = _under_usual_names(files[CONFIG_NAME])
     return files
+
+
+def update_config(model: PreTrainedModel) -> None:
+    """Set the dtype and the class in a model's config, as transformers does in a save on each rank."""
+    config = cast(Any, model.config)
+    config.dtype = str(model.dtype).split(".")[1]
+    config.architectures = [architecture_of(type(model)).__name__.removeprefix("FSDP")]
 
 
 @contextmanager

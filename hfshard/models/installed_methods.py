@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.push_files import PushOptions
 from hfshard.models.build import handle_from_pretrained, load_on_ranks
+from hfshard.models.collect import update_config
 from hfshard.models.install_settings import Settings
 from hfshard.models.module_weights import SAVE_ARGUMENTS, stock_shard_size
 from hfshard.models.patching import Method, upstream
@@ -52,7 +53,9 @@ def _load(
 
 def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
     """Save in place of PreTrainedModel's `save_pretrained`."""
-    given = _SAVING.bind(model, SaveOptions(checksum=settings.checksum, headers_count=False), *args, **kwargs).arguments
+    options = SaveOptions(checksum=settings.checksum, headers_count=False)
+    given = _SAVING.bind(model, options, *args, **kwargs).arguments
+    del given["model"], given["options"]  # positional: keywords of these names are others
     named = {name: value for name, value in given.pop("kwargs", {}).items() if name not in _IGNORED}
     unknown = named.keys() - SAVE_ARGUMENTS
     if not given.get("push_to_hub"):
@@ -62,8 +65,9 @@ def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: A
         return
     if not given.get("is_main_process", True) and not os.path.isfile(given["save_directory"]):
         os.makedirs(given["save_directory"], exist_ok=True)  # every process may write more into it
+        update_config(model)
     given["max_shard_size"] = stock_shard_size(given.get("max_shard_size", MAX_SHARD_SIZE))
-    handle_save_pretrained(**given, **named)
+    handle_save_pretrained(model, options, **given, **named)
 
 
 def _push(

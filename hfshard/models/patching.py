@@ -93,7 +93,7 @@ def _answering(base: type, method: Method, original: Callable[..., Any]) -> Call
     """Wrap a base's function, which runs unless hfshard has this call in progress or replaces all calls."""
 
     @functools.wraps(original)
-    def answered(target: Any, *args: Any, **kwargs: Any) -> Any:
+    def answered(target: Any, /, *args: Any, **kwargs: Any) -> Any:
         call = active_call(method, target)
         answer = _standing_in(base, method, target) if call is None else call.answer
         if answer is None:

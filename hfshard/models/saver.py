@@ -133,6 +133,7 @@ def _own(options: SaveOptions) -> tuple[Any, ...]:
 def handle_save_pretrained(
     model: PreTrainedModel,
     options: SaveOptions,
+    /,
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
     state_dict: Mapping[str, torch.Tensor] | None = None,

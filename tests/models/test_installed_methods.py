@@ -362,6 +362,7 @@ def weight_normed() -> Any:
 SAVES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (plain, (), {}),
     (plain, (), {"nonsense": 1, "safe_serialization": True, "save_function": torch.save, "repo_id": "a/b"}),
+    (plain, (), {"options": 1, "model": 2, "target": 3, "settings": 4}),
     (plain, (), {"safe_serialization": False}),
     (plain, (False,), {}),
     (plain, (True, None, False, "2KB", "fp16", None, True, True, False), {}),
@@ -403,6 +404,7 @@ def test_a_save_writes_what_stock_writes(make: Any, args: tuple[Any, ...], optio
 
     assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
     assert small_files(tmp_path / "ours") == small_files(tmp_path / "theirs")
+    assert ours.config.to_dict() == theirs.config.to_dict()
     if args != (False,):
         variant = "fp16" if args else None
         found = [{"file": raw_tensors(tmp_path / name, variant)} for name in ("ours", "theirs")]
