@@ -510,15 +510,18 @@ def collect_push_contents(
     files_of: dict[str | None, set[str]] = {}
     small: dict[str, ByteSource] = {}
 
-    def list_files(checkpoint: OpenCheckpoint) -> None:
+    def read_small_files(checkpoint: OpenCheckpoint) -> None:
         nonlocal contents
-        contents = files.contents()
-        for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, checkpoint.weights.name):
-            if name.endswith(".json") and isinstance(contents.get(name), FileSource):
+        own = {CONFIG_NAME, GENERATION_CONFIG_NAME, *_files_of(checkpoint)}
+        if any((name in contents) != checkpoint.folder.has(name) for name in own):
+            contents = files.contents()  # a save came after the listing
+        for name in (name for name in own if name.endswith(".json")):
+            small.pop(name, None)
+            if isinstance(contents.get(name), FileSource):
                 small[name] = BytesSource(read_all(contents[name]))
 
     for variant in sorted(variants, key=lambda name: name or ""):
-        with files.open_variant(variant, list_files) as checkpoint:
+        with files.open_variant(variant, read_small_files) as checkpoint:
             indexes[variant] = checkpoint.index
             entries[variant] = checkpoint.weights.name
             files_of[variant] = _files_of(checkpoint)
