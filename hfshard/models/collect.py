@@ -68,7 +68,7 @@ def request_from_pretrained(
         view = view_as_alias(model)
         stored = stored_parts(model, kept) if has_spread(kept) else revert_weight_conversion(view, dict(kept))
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
-    files = _model_files(model, place.rpartition("/")[2])
+    files = _model_files(model, os.path.basename(os.path.abspath(f"/{place}")))  # it may end in ".."
     look = partial(_look_at_whole, model, options) if state_dict is None else None
     whole = look() if look is not None and is_pipeline_stage(model) else None
     if whole is None and look is not None and is_pipeline_stage(model):
