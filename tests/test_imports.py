@@ -321,8 +321,8 @@ BY_THE_MIXIN = {
     "torch.distributed", "torch.distributed.fsdp", "torch.nn", "torch.nn.modules.module", "torch.overrides",
     "transformers", "transformers.core_model_loading", "transformers.distributed",
     "transformers.distributed.configuration_utils", "transformers.dynamic_module_utils",
-    "transformers.integrations.accelerate", "transformers.integrations.deepspeed", "transformers.models.auto.auto_factory", "transformers.utils.hub",
-    "transformers.utils.import_utils", "xxhash",
+    "transformers.integrations.accelerate", "transformers.integrations.deepspeed",
+    "transformers.models.auto.auto_factory", "transformers.utils.hub", "transformers.utils.import_utils", "xxhash",
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -159,6 +158,7 @@ class Exchange:
     def __init__(self, holders: TensorOwners, held: Mapping[str, LocalTensor], session: Session) -> None:
         self._holders, self._held, self._session = holders, held, session
         self._group: Any = None
+        self._addresses: GroupAddresses
         self._work: Any = None
         self._rank, self._ranks = session.rank, list(session.ranks)
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
@@ -187,7 +187,8 @@ class Exchange:
             RankFailedError: Another rank failed.
             BaseException: What `failure` returned, or sending raised.
         """
-        self._group = self._group or connect(self._session)
+        if self._group is None:
+            self._group, self._addresses = connect(self._session)
         try:
             for windows in schedule(streams, self._holders):
                 window = self._round(windows, failure)
@@ -362,30 +363,43 @@ class GroupAddresses(_Store):  # type: ignore[misc]
     def wait(self, keys: list[str], timeout: object = None) -> None:
         """Wait for addresses, as long as the session waits."""
         if not self._all.keys() >= set(keys):
-            for of_rank in self._session.all_of(self._own):
-                self._all |= of_rank
+            self.meet()
+
+    def meet(self) -> None:
+        """Exchange the addresses that were set. Every rank must call."""
+        for of_rank in self._session.all_of(self._own):
+            self._all |= of_rank
 
 
-def connect(session: Session) -> Any:
+def connect(session: Session) -> tuple[Any, GroupAddresses]:
     """Create a gloo group for a session, whose collectives mix with no others: those of the training, or other saves.
 
     Every rank of the session calls this. With 4 ranks it takes some 10 ms; torch's `new_group`, as a collective of the
     default group, would hang if a rank fails, or if two threads call it.
 
+    Returns:
+        The group, and its addresses, which must live as long.
+
     Raises:
         RankFailedError: A rank failed or died.
     """
     addresses = GroupAddresses(session)
-    timeout = timedelta(seconds=PEER_TIMEOUT_SECONDS)
-    create = partial(dist.ProcessGroupGloo, addresses, session.position, session.world_size, timeout)
+
+    def create() -> Any:
+        timeout = timedelta(seconds=PEER_TIMEOUT_SECONDS)
+        group = dist.ProcessGroupGloo(addresses, session.position, session.world_size, timeout)
+        if not addresses.is_known:  # TORCH_GLOO_LAZY_INIT=1: it connects when it is used
+            addresses.meet()
+        return group
+
     connecting = start_worker(create, "hfshard-connect", daemon=True)
     if connecting is None:
-        return create()
+        return create(), addresses
     while not wait([connecting], timeout=_LOOK_SECONDS).done:
         if addresses.is_known:  # until then, that thread watches the ranks
             session.look()
     try:
-        return connecting.result()
+        return connecting.result(), addresses
     except RankFailedError:
         raise
     except RuntimeError as error:

@@ -92,7 +92,12 @@ def save_two_at_once(rank: int, place: Path) -> None:
                 one.result()
 
 
-def test_saves_of_two_threads_do_not_mix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("connects_when_used", ["0", "1"])
+def test_saves_of_two_threads_do_not_mix(
+    connects_when_used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", connects_when_used)
+
     check_ranks(tmp_path / "ranks", 2, save_two_at_once, tmp_path)
 
     for name, value in (("a", 1.0), ("b", 2.0)):
@@ -105,7 +110,8 @@ def connect_with_one_that_fails(rank: int, fail: Callable[[Session], None]) -> N
     with pytest.raises(expected) as caught, session("a", needs_all=True) as ranks:
         if rank == 2:
             fail(ranks)
-        ranks.await_work(connect(ranks).barrier())
+        group, _addresses = connect(ranks)
+        ranks.await_work(group.barrier())
     if rank != 2:
         assert isinstance(caught.value, RankFailedError)
         assert caught.value.rank == 2
