@@ -23,7 +23,13 @@ from hfshard.constants import (
     WEIGHTS_SUFFIXES,
 )
 from hfshard.disk.safe_open import read_small
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
+from hfshard.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    HfshardError,
+    InvalidArgumentError,
+    UnsafePathError,
+)
 from hfshard.foreign.find_foreign import find_foreign
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.format.index import CheckpointIndex
@@ -379,3 +385,13 @@ def entry_versions(folder: Folder, names: WeightNames, weights_override: str | N
     if weights_override:
         files.append(weights_override)
     return tuple(folder.version(name) for name in files)
+
+
+def versions_or_error(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
+    """Return the result of `entry_versions`; if the index of a save can't be read, the error's message."""
+    try:
+        return entry_versions(folder, names, weights_override)
+    except CheckpointChangedError:
+        return (object(),)  # which nothing is equal to
+    except HfshardError as error:
+        return (error.message,)

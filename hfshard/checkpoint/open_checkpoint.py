@@ -38,6 +38,7 @@ from hfshard.checkpoint.locate import (
     entry_versions,
     find_lone_adapter,
     find_weights,
+    versions_or_error,
 )
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import (
@@ -420,16 +421,6 @@ def _is_listed_now(folder: Folder, error: HfshardError) -> bool:
     """Return whether a file was missing only because it was put between two pages of a listing."""
     is_missing = isinstance(error, MissingShardError) and not folder.traits.is_directory
     return is_missing and error.path in {f"{folder.path}/{name}" for name in folder.paths()}
-
-
-def versions_or_error(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
-    """Return the result of `entry_versions`; if the index of a save can't be read, the error's message."""
-    try:
-        return entry_versions(folder, names, weights_override)
-    except CheckpointChangedError:
-        return (object(),)  # which nothing is equal to
-    except HfshardError as error:
-        return (error.message,)
 
 
 def _open_once(

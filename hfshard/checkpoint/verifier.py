@@ -19,8 +19,8 @@ from hfshard.checkpoint.check_files import (
     retry_if_replaced,
 )
 from hfshard.checkpoint.folder import Folder, as_folder
-from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, versions_or_error
+from hfshard.checkpoint.locate import entry_of, locate_checkpoint, versions_or_error, weights_bytes
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.checkpoint.reports import Problem, VerifyReport
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (

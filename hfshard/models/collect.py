@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from hfshard._util.arguments import is_store_address
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_weights_override
@@ -34,6 +35,9 @@ from hfshard.tensors.tied import find_shared_tensors
 from hfshard.tensors.zero3 import is_partitioned, reject_partitioned
 
 logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY: Final = "/dev/shm"
+"""A file system in memory, on Linux. It is small in containers, and may be full."""
 
 
 def request_from_pretrained(
@@ -68,7 +72,7 @@ def request_from_pretrained(
         view = view_as_alias(model)
         stored = stored_parts(model, kept) if has_spread(kept) else revert_weight_conversion(view, dict(kept))
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
-    files = _model_files(model, os.path.basename(os.path.abspath(f"/{place}")))  # it may end in ".."
+    files = _model_files(model, place)
     look = partial(_look_at_whole, model, options) if state_dict is None else None
     whole = look() if look is not None and is_pipeline_stage(model) else None
     if whole is None and look is not None and is_pipeline_stage(model):
@@ -131,15 +135,17 @@ def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dic
     return state_dict, metadata
 
 
-def _model_files(model: PreTrainedModel, directory_name: str) -> dict[str, bytes]:
+def _model_files(model: PreTrainedModel, place: str) -> dict[str, bytes]:
     """Build config.json, generation_config.json and custom code, as transformers writes them for its own class.
 
     Configs of other code may write more, into folders, too.
     """
     update_config(model)
     config = cast(Any, model.config)
-    with tempfile.TemporaryDirectory(prefix="hfshard-") as above, _unsaid(above):
-        folder = os.path.join(above, directory_name)
+    in_memory = is_store_address(place) and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)  # nothing is written to disk
+    parent = _SHARED_MEMORY if in_memory else None
+    with tempfile.TemporaryDirectory(prefix="hfshard-", dir=parent) as above, _unsaid(above):
+        folder = os.path.join(above, os.path.basename(os.path.abspath(f"/{place}")))  # it may end in ".."
         os.makedirs(folder, exist_ok=True)
         if model.is_remote_code():
             custom_object_save(empty_custom_object(type(model)), folder, config=config)
