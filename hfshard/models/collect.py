@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from hfshard._util.arguments import is_store_address
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_weights_override
@@ -37,7 +37,9 @@ from hfshard.tensors.zero3 import is_partitioned, reject_partitioned
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY: Final = "/dev/shm"
-"""A file system in memory, on Linux. It is small in containers, and may be full."""
+"""A file system in memory, on Linux; in containers it is small, and often full."""
+_ROOM_BYTES: Final = 16 * 2**20
+"""Room for configs, custom code, and what others write there meanwhile."""
 
 
 def request_from_pretrained(
@@ -142,9 +144,7 @@ def _model_files(model: PreTrainedModel, place: str) -> dict[str, bytes]:
     """
     update_config(model)
     config = cast(Any, model.config)
-    in_memory = is_store_address(place) and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)  # nothing is written to disk
-    parent = _SHARED_MEMORY if in_memory else None
-    with tempfile.TemporaryDirectory(prefix="hfshard-", dir=parent) as above, _unsaid(above):
+    with tempfile.TemporaryDirectory(prefix="hfshard-", dir=_directory_in_memory()) as above, _unsaid(above):
         folder = os.path.join(above, os.path.basename(os.path.abspath(f"/{place}")))  # it may end in ".."
         os.makedirs(folder, exist_ok=True)
         if model.is_remote_code():
@@ -156,6 +156,15 @@ def _model_files(model: PreTrainedModel, place: str) -> dict[str, bytes]:
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     files[CONFIG_NAME] = _under_usual_names(files[CONFIG_NAME])
     return files
+
+
+def _directory_in_memory() -> str | None:
+    """Return a directory in memory, if one has room: a save into a store does not write to disk."""
+    try:
+        has_room = shutil.disk_usage(_SHARED_MEMORY).free >= _ROOM_BYTES
+    except OSError:
+        return None
+    return _SHARED_MEMORY if has_room and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
 
 
 def update_config(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -146,12 +147,17 @@ class FolderConfig(BertConfig):
         self.saved_in.append(directory)
 
 
-def test_configs_are_collected_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("free", [0, 2**30])
+def test_configs_are_collected_in_memory_if_there_is_room(
+    free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     hfshard.save_model(BertModel(FolderConfig.from_dict(ZOO["bert"].make_config().to_dict())), tmp_path / "out")
 
-    assert FolderConfig.saved_in[-1].is_relative_to(tmp_path)
+    assert FolderConfig.saved_in[-1].is_relative_to("/dev/shm" if free else tmp_path)
 
 
 def test_a_config_may_save_folders_and_sees_the_targets_name(tmp_path: Path) -> None:
