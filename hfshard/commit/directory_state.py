@@ -20,7 +20,7 @@ from hfshard.constants import (
 from hfshard.disk.fsops import sync_directory, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import HfshardError, SaveDirectoryError
-from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, checkpoint_of
+from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, names_of_entry
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import own_saves, save_in_name
 from hfshard.format.strict_json import dump_json, json_object_or_none, parse_json_object
@@ -192,7 +192,7 @@ def _find_leftovers(directory: str, names: WeightNames, listing: Collection[str]
     transient = [name for name in unreferenced if names.is_commit_temporary(name)]
     shards = []
     if found.is_known:
-        entries = {name for name in unreferenced if checkpoint_of(name) is not None}  # those of other variants, too
+        entries = {name for name in unreferenced if names_of_entry(name) is not None}  # those of other variants, too
         noted = noted_pending_deletes(directory, unreferenced - found.owned - entries)
         shards = [
             name

@@ -121,7 +121,7 @@ _NO_ENTRY: Final = re.compile(rf"-\d{{5,}}-of-\d{{5,}}\.|-hfshard-|{_OF_SAVE}\."
 """Parts of the names of shards, of temporary files, and of a save's own files in a store."""
 
 
-def checkpoint_of(name: str) -> WeightNames | None:
+def names_of_entry(name: str) -> WeightNames | None:
     """Return the names of the checkpoint that a single file of weights, or an index, leads to; None for other files."""
     match = _ENTRY.fullmatch(name)
     if match is None or _NO_ENTRY.search(name):
@@ -144,7 +144,7 @@ def replaced_weights(found: Iterable[str], new: Iterable[str]) -> set[str]:
     checkpoints: dict[str, list[WeightNames]] = {}
     for path in brought:
         folder, _, name = path.rpartition("/")
-        names = checkpoint_of(name)
+        names = names_of_entry(name)
         if names is not None:
             checkpoints.setdefault(folder, []).append(names)
     splits = (path.rpartition("/") for path in found if path not in brought)

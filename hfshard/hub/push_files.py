@@ -27,7 +27,7 @@ from hfshard.constants import (
 from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, read_all, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
-from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, checkpoint_of, replaced_weights
+from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, names_of_entry, replaced_weights
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.hub.model_card import CARD_PICTURE, draw_card, merge_card
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_left_out, is_plain_path
@@ -302,7 +302,7 @@ def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSourc
 
 def detect_variants(names: Iterable[str]) -> set[str | None]:
     """Find the variants of a checkpoint that file names belong to; None is the one without a variant."""
-    checkpoints = filter(None, map(checkpoint_of, names))
+    checkpoints = filter(None, map(names_of_entry, names))
     return {one.variant for one in checkpoints if one.base == MODEL_BASE}
 
 

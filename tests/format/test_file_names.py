@@ -9,7 +9,7 @@ from hfshard.format.file_names import (
     INDEX_FILE,
     WeightNames,
     check_file_name,
-    checkpoint_of,
+    names_of_entry,
     replaced_weights,
     suffix_of_shards,
 )
@@ -130,7 +130,7 @@ SAVE = "-00000007-0123456789abcdef"
     ],
 )
 def test_a_single_file_or_an_index_leads_to_a_checkpoint(name: str, variant: str | None, base: str) -> None:
-    found = checkpoint_of(name)
+    found = names_of_entry(name)
 
     assert found is not None and (found.variant, found.base) == (variant, base)
 
@@ -150,7 +150,7 @@ def test_a_single_file_or_an_index_leads_to_a_checkpoint(name: str, variant: str
     ],
 )
 def test_other_files_lead_to_none(name: str) -> None:
-    assert checkpoint_of(name) is None
+    assert names_of_entry(name) is None
 
 
 def test_what_new_weights_in_a_folder_replace() -> None:
