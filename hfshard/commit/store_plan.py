@@ -76,9 +76,9 @@ class StoreState:
     def shares_config(self) -> bool:
         """True if config.json is not this checkpoint's alone; see `is_config_shared`."""
         own = own_saves(self.found, self.names)
-        others = [name for name in self.found.keys() - self.uploaded if save_in_name(name) not in own]
-        splits = {name: split_object_name(name) for name in others}
-        return is_config_shared(self.names, [name if split is None else split[0] for name, split in splits.items()])
+        others = (name for name in self.found.keys() - self.uploaded if save_in_name(name) not in own)
+        usual = [split[0] if (split := split_object_name(name)) else name for name in others]
+        return is_config_shared(self.names, usual)
 
     def known_shards(self) -> dict[str, KnownShard]:
         """Return the shards that can be copied, as `known_shards` does."""

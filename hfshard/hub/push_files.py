@@ -343,11 +343,8 @@ def unindexed_weights(remote: Iterable[str], local: Collection[str], variants: I
 def plan_against(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
     """Plan the changes of a push to a hub that has `remote` at the branch."""
     folder, local = request.options.folder, set(request.contents)
-    there = {
-        path.removeprefix(folder): path
-        for path in remote.files
-        if path.startswith(folder) and "/" not in path.removeprefix(folder)
-    }
+    below = {path.removeprefix(folder): path for path in remote.files if path.startswith(folder)}
+    there = {name: path for name, path in below.items() if "/" not in name}
     owned, kept = _indexed(hub, request, remote, there)
     stale = stale_names(there, local, request.variants, owned - kept) - kept
     if request.find_stale is not None:
@@ -356,9 +353,7 @@ def plan_against(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
         stale |= (there.keys() & more) - local
     contents = {folder + name: content for name, content in request.contents.items()}
     contents |= _card(hub, request, remote)
-    below = {path.removeprefix(folder) for path in remote.files if path.startswith(folder)}
-    replaced = [folder + name for name in replaced_weights(below, local)]
-    return plan_push(contents, remote, [*(there[name] for name in stale), *replaced])
+    return plan_push(contents, remote, [below[name] for name in stale | replaced_weights(below, local)])
 
 
 def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[str, str]) -> tuple[set[str], set[str]]:
